@@ -22,7 +22,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import measure
 import peers
@@ -64,13 +64,10 @@ def has_flash_attention(case: Case) -> bool:
     return is_taken and peers.is_there(peers.FLASH)
 
 
-def implementations(
-    inputs: Inputs, flex: bool, like: Sequence[str] = ()
-) -> dict[str, measure.Build]:
+def implementations(inputs: Inputs, like: Sequence[str] = ()) -> dict[str, measure.Build]:
     """By name; building, as well as calling, may fail: that is a refusal.
 
     Args:
-        flex: FlexAttention too, where the case has it.
         like: compute capabilities whose kernels megasoftmax takes besides, such as "8.6".
     """
     case, bias, table, excluded = inputs.case, inputs.bias, inputs.table, inputs.excluded
@@ -143,7 +140,7 @@ def implementations(
         found |= {name: functools.partial(sdpa, name) for name in peers.BACKENDS}
     if has_flash_attention(case):
         found[peers.FLASH] = flash
-    if flex and case.flex:
+    if case.flex:
         found[peers.FLEX] = flex_attention
     return found
 
@@ -158,50 +155,46 @@ def peak_mib(function: measure.Function) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def run_case(
-    run: measure.Run, case: Case, flex: bool, like: list[str], read: float
-) -> Iterator[measure.Row]:
-    """The rows of one case, without what all rows share."""
-    with run.on_device():
-        inputs = Inputs(case)
-    expected, timer = inputs.expected(), run.timer(measure.LONG_START)
-    mode = torch.inference_mode if case.decode else nullcontext
-    ready: dict[str, measure.Calls] = {}
-    for name, build in implementations(inputs, flex, like).items():
-        ready[name], output, refusal = prepare(inputs, build)
-        for direction in case.passes:
-            if direction not in ready[name]:
-                yield row("time", direction, name, note=refusal)
-        if output is not None and not case.gradient:
-            error = inputs.checked(output) - expected
-            relative = (error.square().mean() / expected.square().mean()).sqrt()
-            figures = {"error_max": f"{error.abs().max():.3e}", "error_rms": f"{relative:.3e}"}
-            yield row("error", "forward", name, **figures)
-    for direction in case.passes:
-        calls = {name: found[direction] for name, found in ready.items() if direction in found}
-        with mode():
-            on_gpu = run.device == "cuda"
-            memory = {name: peak_mib(call) for name, call in calls.items() if on_gpu}
-            times = measure.interleaved(calls, run.turns, timer)
-        for name, microseconds in times.items():
-            tflops = case.flops[direction] / microseconds / 1e6
-            figures = {"microseconds": f"{microseconds:.2f}", "tflops": f"{tflops:.1f}"}
-            if case.decode:
-                percent = case.key_bytes / microseconds / read / 1e4
-                figures |= {"bytes": str(case.key_bytes), "percent_of_read": f"{percent:.1f}"}
-            yield row("time", direction, name, **figures)
-            if name in memory:
-                yield row("memory", direction, name, peak_mib=f"{memory[name]:.1f}")
-
-
-def prepare(inputs: Inputs, build: measure.Build) -> tuple[measure.Calls, Tensor | None, str]:
+def prepare(inputs: Inputs) -> dict[str, Any]:
     """Gradients lie as the output lies in memory, so that no implementation copies them."""
 
     def gradient(output: Tensor) -> Tensor:
         return torch.empty_like(output).copy_(inputs.d_output)
 
     mode = torch.inference_mode if inputs.case.decode else nullcontext
-    return measure.prepare(build, inputs.case.passes, gradient, mode)
+    return {"passes": inputs.case.passes, "gradient": gradient, "forward_mode": mode}
+
+
+def run_case(run: measure.Run, case: Case, like: list[str]) -> Iterator[measure.Row]:
+    """The rows of one case, without what all rows share."""
+    with run.on_device():
+        inputs = Inputs(case)
+    expected, options, found = inputs.expected(), prepare(inputs), []
+
+    def look(name: str, output: Tensor, calls: measure.Calls) -> None:
+        if not case.gradient:
+            error = inputs.checked(output) - expected
+            relative = (error.square().mean() / expected.square().mean()).sqrt()
+            figures = {"error_max": f"{error.abs().max():.3e}", "error_rms": f"{relative:.3e}"}
+            found.append(row("error", "forward", name, **figures))
+        for direction, call in calls.items() if run.device == "cuda" else ():
+            with options["forward_mode"]():
+                found.append(row("memory", direction, name, peak_mib=f"{peak_mib(call):.1f}"))
+
+    def figures(direction: str, name: str, times: measure.Times) -> measure.Row:
+        microseconds = times[name]
+        tflops = case.flops[direction] / microseconds / 1e6
+        found = {"microseconds": f"{microseconds:.2f}", "tflops": f"{tflops:.1f}"}
+        if not case.decode:
+            return found
+        percent = case.key_bytes / microseconds / READ / 1e4
+        return found | {"bytes": case.key_bytes, "percent_of_read": f"{percent:.1f}"}
+
+    start, ways = measure.LONG_START, implementations(inputs, like)
+    timed = run.rows(ways, figures=figures, head_start=start, look=look, noted=True, **options)
+    for each in timed:
+        yield {"kind": "time"} | each
+    yield from found
 
 
 def row(kind: str, direction: str, implementation: str, **figures: str) -> measure.Row:
@@ -213,33 +206,34 @@ def ceilings(run: measure.Run) -> Iterator[measure.Row]:
     size, count = (64, 2**10) if run.is_small else (8192, 2 * 2**30)
     with run.on_device():
         matrix, values = torch.randn(size, size, dtype=torch.bfloat16), torch.zeros(count)
-    calls = {"matrix product": lambda: matrix @ matrix, "read": values.sum}
-    times = measure.interleaved(calls, run.turns, run.timer(measure.LONG_START))
-    for name, microseconds in times.items():
-        figures = {"microseconds": f"{microseconds:.2f}"}
-        if name == "matrix product":
-            figures["tflops"] = f"{2 * size**3 / microseconds / 1e6:.1f}"
-        else:
-            figures["bytes"] = str(values.nbytes)
-        yield row("ceiling", "forward", name, **figures)
+
+    def figures(direction: str, name: str, times: measure.Times) -> measure.Row:
+        found = {"microseconds": f"{times[name]:.2f}"}
+        if name == "read":
+            return found | {"bytes": values.nbytes}
+        return found | {"tflops": f"{2 * size**3 / times[name] / 1e6:.1f}"}
+
+    ways = measure.ways_of({"matrix product": lambda: matrix @ matrix, "read": values.sum})
+    for each in run.rows(ways, ("forward",), figures, head_start=measure.LONG_START):
+        yield {"kind": "ceiling"} | each
 
 
 def compile_case(case: Case) -> None:
     """Leaves kernels of peers in the caches of their compilers; runs in a process of its own."""
     with torch.device("cuda"):
         inputs = Inputs(case)
-    for name, build in implementations(inputs, flex=True).items():
+    for name, build in implementations(inputs).items():
         if name in (peers.FLEX, peers.FLASH):
-            prepare(inputs, build)
+            measure.prepare(build, **prepare(inputs))
     del inputs
     measure.release()
 
 
-def compile_ahead(chosen: list[Case], workers: int) -> None:
-    """Compiles in `workers` processes; what fails there is compiled, or fails, in its turn."""
+def compile_ahead(chosen: list[Case]) -> None:
+    """Compiles in processes; what fails there is compiled, or fails, in its turn."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
         futures = [pool.submit(compile_case, case) for case in chosen]
         for future in track(as_completed(futures), "compiling", total=len(futures)):
             if error := future.exception():
@@ -250,7 +244,6 @@ def compile_ahead(chosen: list[Case], workers: int) -> None:
 @measure.benchmark("attention.csv", rounds=9)
 def main(
     run: measure.Run,
-    flex: Annotated[bool, typer.Option(help="FlexAttention too.")] = True,
     like: Annotated[
         list[str] | None,
         typer.Option(
@@ -259,17 +252,13 @@ def main(
             "Hopper's."
         ),
     ] = None,
-    read: Annotated[float, typer.Option(help="The bandwidth of a read, in TB/s.")] = READ,
-    workers: Annotated[
-        int, typer.Option(help="Compile for FlexAttention and FlashAttention-4.")
-    ] = WORKERS,
 ) -> None:
     """Times attention."""
     failures = []
 
-    def rows_of(case: Case | None) -> Iterator[measure.Row]:
+    def rows_of(case: Case) -> Iterator[measure.Row]:
         try:
-            for line in run_case(run, case, flex, like or [], read):
+            for line in run_case(run, case, like or []):
                 yield line
                 if line["implementation"].startswith(OURS) and "note" in line:
                     failures.append(f"{case}: {line['note']}")
@@ -282,8 +271,8 @@ def main(
 
     def before(chosen: list[Case]) -> Iterator[measure.Row]:
         compiled = [case for case in chosen if case.flex or has_flash_attention(case)]
-        if flex and workers > 1 and len(compiled) > 1 and run.device == "cuda":
-            compile_ahead(compiled, workers)
+        if WORKERS > 1 and len(compiled) > 1 and run.device == "cuda":
+            compile_ahead(compiled)
         yield from ceilings(run)
 
     run.cases(cases(), rows_of, FIELDS, before=before)

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
 
 import measure
 import peers
@@ -26,7 +25,6 @@ from torch.nn.functional import pad
 import megasoftmax
 
 FIELDS = ["case", "pass", "implementation", "microseconds", "error", "note"]
-PASSES = ("forward", measure.BOTH)
 MEM_EFFICIENT = "SDPA mem-efficient"
 
 
@@ -101,7 +99,7 @@ def deterministic(fill: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def implementations(inputs: Inputs, with_flex: bool) -> dict[str, measure.Build]:
+def implementations(inputs: Inputs) -> dict[str, measure.Build]:
     bias, mask = inputs.bias, inputs.mask
     keys = None if mask is None else mask[:, 0, 0]
 
@@ -117,54 +115,43 @@ def implementations(inputs: Inputs, with_flex: bool) -> dict[str, measure.Build]
         return way(peers.ours(bias=bias, mask=mask), during=during)
 
     backend = peers.BACKENDS[MEM_EFFICIENT]
-    found: dict[str, measure.Build] = {
+    return {
         OURS: ours,
         f"{OURS} deterministic": lambda: ours(fill=True),
         f"{OURS} deterministic, unfilled": lambda: ours(fill=False),
         f"{OURS} without bias": lambda: way(peers.ours(mask=mask), ()),
         MEM_EFFICIENT: lambda: way(peers.sdpa(backend, inputs.padded_bias)),
+        peers.FLEX: lambda: way(peers.flex(score_mod=modify)),
     }
-    if with_flex:
-        found[peers.FLEX] = lambda: way(peers.flex(score_mod=modify))
-    return found
 
 
-@measure.benchmark("bias.csv", rounds=10)
-def main(
-    run: measure.Run,
-    flex: Annotated[str, typer.Option(help="Those with FlexAttention, with commas.")] = "",
-) -> None:
-    """Times biases that rows share."""
+def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
+    with run.on_device():
+        inputs = Inputs(case)
+    expected, errors = inputs.bias_gradient(), {}
 
-    def rows_of(case: Case) -> Iterator[measure.Row]:
-        with run.on_device():
-            inputs = Inputs(case)
-        expected, refusals, errors = inputs.bias_gradient(), {}, {}
+    def look(name: str, output: Tensor, calls: measure.Calls) -> None:
+        gradients = calls[measure.BOTH]() if measure.BOTH in calls else ()
+        if len(gradients) == 4:
+            distance = (gradients[3].double() - expected).norm() / expected.norm()
+            errors[name] = f"{distance.item():.1e}"
 
-        def look(name: str, output: Tensor, calls: measure.Calls) -> None:
-            gradients = calls[measure.BOTH]() if measure.BOTH in calls else ()
-            if len(gradients) == 4:
-                distance = (gradients[3].double() - expected).norm() / expected.norm()
-                errors[name] = f"{distance.item():.1e}"
+    def figures(direction: str, name: str, times: measure.Times) -> measure.Row:
+        error = errors.get(name, "") if direction == measure.BOTH else ""
+        return {"microseconds": round(times[name], 1), "error": error}
 
-        timed = run.time_ways(
-            implementations(inputs, not flex or case.name in flex.split(",")),
-            PASSES,
-            gradient=lambda output: inputs.gradient,
-            head_start=measure.LONG_START,
-            look=look,
-            refuse=refusals.__setitem__,
-        )
-        for direction, _, times in timed:
-            for row in measure.rows_of_times(direction, times):
-                error = errors.get(row["implementation"], "") if direction != "forward" else ""
-                yield row | {"error": error}
-        for name, refusal in refusals.items():
-            note = {"note": refusal[:100]}
-            yield {"pass": measure.BOTH, "implementation": name, **note}
+    return run.rows(
+        implementations(inputs),
+        ("forward", measure.BOTH),
+        figures,
+        gradient=lambda output: inputs.gradient,
+        head_start=measure.LONG_START,
+        look=look,
+        noted=True,
+    )
 
-    run.cases(CASES, rows_of, FIELDS)
 
+main = measure.command("bias.csv", CASES, rows_of, FIELDS, rounds=10)
 
 if __name__ == "__main__":
     typer.run(main)

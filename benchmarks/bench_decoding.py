@@ -8,10 +8,8 @@ query allows. `error_rms`, relative, is against float64, of one head. What a bac
 row without a time.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 import measure
 import peers
@@ -27,7 +25,6 @@ FIELDS = [
     *(*SIZES, "implementation", "microseconds", "percent_of_copy", "tflops", "of_best"),
     *("error_rms", "note"),
 ]
-BAR = 0.95  # of the fastest backend's speed
 COPY = 4.27  # TB/s that a copy reaches on an H200
 MOST = 9e9  # bytes of keys and values
 
@@ -88,15 +85,14 @@ def implementations(case: Case, tensors: list[Tensor]) -> dict[str, measure.Buil
     """Backends have causality from the first key on: more queries see all keys."""
     query, *of_keys = tensors
 
-    def way(attend: peers.Attend, *of_keys: Tensor) -> measure.Way:
-        return measure.Way(lambda: attend(query, *of_keys))
+    def way(attend: peers.Attend, *of_keys: Tensor) -> measure.Build:
+        return lambda: measure.Way(lambda: attend(query, *of_keys))
 
-    ways: dict[str, measure.Build] = {OURS: lambda: way(peers.ours(**limits(case)), *of_keys)}
+    ways = {OURS: way(peers.ours(**limits(case)), *of_keys)}
     if not case.window or case.queries == 1:
         seen = [each[:, :, -case.window :] for each in of_keys]
         for name, backend in peers.BACKENDS.items():
-            attend = peers.sdpa(backend, enable_gqa=case.group > 1)
-            ways[name] = functools.partial(way, attend, *seen)
+            ways[name] = way(peers.sdpa(backend, enable_gqa=case.group > 1), *seen)
     return ways
 
 
@@ -104,56 +100,42 @@ def limits(case: Case, causal: bool = True) -> dict[str, object]:
     return {"window": (case.window - 1, 0)} if case.window else {"causal": causal}
 
 
-@measure.benchmark("decoding.csv", rounds=7)
-def main(
-    run: measure.Run,
-    copy: Annotated[float, typer.Option(help="The bandwidth of a copy, in TB/s.")] = COPY,
-) -> None:
-    """Times steps of decoding."""
+def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
+    places = ((case.heads, case.queries), *[(case.key_heads, case.keys)] * 2)
+    with run.on_device():
+        tensors = [
+            torch.randn(case.batch, heads, length, case.head_dim, dtype=torch.bfloat16)
+            for heads, length in places
+        ]
+    errors = {}
+    operations = 4 * case.batch * case.heads * case.queries * case.seen * case.head_dim
 
-    def rows_of(case: Case) -> Iterator[measure.Row]:
-        places = ((case.heads, case.queries), *[(case.key_heads, case.keys)] * 2)
-        with run.on_device():
-            tensors = [
-                torch.randn(case.batch, heads, length, case.head_dim, dtype=torch.bfloat16)
-                for heads, length in places
-            ]
-        refusals, errors = {}, {}
+    def look(name: str, output: Tensor, calls: measure.Calls) -> None:
+        given = [each[-1:, -1:].double() for each in tensors]  # of the last head
+        options = limits(case, causal=name == OURS)
+        wanted = megasoftmax.attention(*given, **options, fused=False)[0, 0]
+        error = output[-1, -1].double() - wanted
+        errors[name] = float((error.square().mean() / wanted.square().mean()).sqrt())
 
-        def look(name: str, output: Tensor, calls: measure.Calls) -> None:
-            given = [each[-1:, -1:].double() for each in tensors]  # of the last head
-            options = limits(case, causal=name == OURS)
-            wanted = megasoftmax.attention(*given, **options, fused=False)[0, 0]
-            error = output[-1, -1].double() - wanted
-            errors[name] = float((error.square().mean() / wanted.square().mean()).sqrt())
+    def figures(direction: str, name: str, times: measure.Times) -> measure.Row:
+        backends = [time for other, time in times.items() if other != OURS]
+        percent = case.key_bytes(case.seen) / times[name] / COPY / 1e4
+        return {
+            "microseconds": f"{times[name]:.2f}",
+            "percent_of_copy": f"{percent:.1f}",
+            "tflops": f"{operations / times[name] / 1e6:.1f}",
+            "of_best": f"{min(backends) / times[name]:.3f}" if backends else "",
+            "error_rms": f"{errors[name]:.3e}",
+        }
 
-        ((_, _, times),) = run.time_ways(
-            implementations(case, tensors),
-            ("forward",),
-            forward_mode=torch.inference_mode,
-            look=look,
-            refuse=refusals.__setitem__,
-        )
-        for name, refusal in refusals.items():
-            yield {"implementation": name, "note": refusal}
-        best = min((time for name, time in times.items() if name != OURS), default=None)
-        operations = 4 * case.batch * case.heads * case.queries * case.seen * case.head_dim
-        for name, microseconds in times.items():
-            of_best = None if best is None else best / microseconds
-            percent = case.key_bytes(case.seen) / microseconds / copy / 1e4
-            yield {
-                "implementation": name,
-                "microseconds": f"{microseconds:.2f}",
-                "percent_of_copy": f"{percent:.1f}",
-                "tflops": f"{operations / microseconds / 1e6:.1f}",
-                "of_best": "" if of_best is None else f"{of_best:.3f}",
-                "error_rms": f"{errors[name]:.3e}",
-            }
-            if name == OURS and of_best is not None and of_best < BAR:
-                print(f"{case}: short of {BAR}")
+    mode, ways = torch.inference_mode, implementations(case, tensors)
+    rows = run.rows(ways, ("forward",), figures, forward_mode=mode, look=look, noted=True)
+    for row in rows:
+        del row["pass"]
+        yield row
 
-    run.cases(cases(), rows_of, FIELDS)
 
+main = measure.command("decoding.csv", cases(), rows_of, FIELDS, rounds=7)
 
 if __name__ == "__main__":
     typer.run(main)

@@ -5,8 +5,10 @@ bfloat16. forward+backward is one call and the gradients of query, key, value an
 one, the bias; or of the scores. Of causal softmax, torch adds a mask of -inf first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import measure
 import peers
@@ -17,7 +19,7 @@ from torch import Tensor
 
 import megasoftmax
 
-RATES = (0.0, 0.1)
+RATES, FLASH = (0.0, 0.1), "SDPA flash"
 
 
 @dataclass(frozen=True)
@@ -49,63 +51,60 @@ CASES = [
 ]
 
 
-def attention(case: Case) -> dict[str, measure.Build]:
-    """Ways by "implementation|rate", on the default device."""
+def attention(case: Case) -> tuple[list[Tensor], dict[str, Callable[..., Tensor]]]:
+    """Leaves, and what takes a rate and them, by implementation; on the default device."""
     tensors = peers.projected(case.heads, case.head_dim, [case.tokens] * 3, case.batch)
-    leaves, options = tensors, {"causal": case.causal}
-    if case.bias:
-        bias = torch.randn(1, case.heads, case.tokens, case.tokens, dtype=torch.bfloat16)
-        options["bias"] = bias.requires_grad_()
-        leaves = [*tensors, bias]
-    ways: dict[str, measure.Build] = {}
-    for rate in RATES:
-        calls = {OURS: peers.ours(dropout=rate, **options)}
-        if not case.bias:
-            backend = peers.BACKENDS["SDPA flash"]
-            calls["SDPA flash"] = peers.sdpa(backend, is_causal=case.causal, dropout_p=rate)
-        for name, attend in calls.items():
-            way = measure.Way(lambda attend=attend: attend(*tensors), leaves)
-            ways[f"{name}|{rate}"] = lambda way=way: way
-    return ways
+
+    def ours(rate: float, *tensors: Tensor, **options: Any) -> Tensor:
+        return peers.ours(dropout=rate, causal=case.causal, **options)(*tensors)
+
+    def flash(rate: float, *tensors: Tensor) -> Tensor:
+        backend = peers.BACKENDS[FLASH]
+        return peers.sdpa(backend, is_causal=case.causal, dropout_p=rate)(*tensors)
+
+    if not case.bias:
+        return tensors, {OURS: ours, FLASH: flash}
+    bias = torch.randn(1, case.heads, case.tokens, case.tokens, dtype=torch.bfloat16)
+    leaves = [*tensors, bias.requires_grad_()]
+    return leaves, {OURS: lambda rate, q, k, v, bias: ours(rate, q, k, v, bias=bias)}
 
 
-def softmax(case: Case) -> dict[str, measure.Build]:
+def softmax(case: Case) -> tuple[list[Tensor], dict[str, Callable[..., Tensor]]]:
+    """As `attention`, of scores."""
     tokens = case.tokens
     scores = torch.randn(case.batch, case.heads, tokens, tokens, dtype=torch.bfloat16)
-    scores.requires_grad_()
     lowest = torch.full((tokens, tokens), -torch.inf, dtype=torch.bfloat16) if case.causal else None
     hidden = None if lowest is None else lowest.triu(1)
     options = {"causal": case.causal, "fused": scores.is_cuda or None}
 
-    def torchs(scores: Tensor, rate: float) -> Tensor:
+    def torchs(rate: float, scores: Tensor) -> Tensor:
         p = (scores if hidden is None else scores + hidden).softmax(-1)
         return torch.nn.functional.dropout(p, rate) if rate else p
 
-    def ours(scores: Tensor, rate: float) -> Tensor:
+    def ours(rate: float, scores: Tensor) -> Tensor:
         return megasoftmax.softmax(scores, dropout=rate, **options)
 
-    return {
-        f"{name}|{rate}": lambda function=function, rate=rate: peers.rows(function, scores, rate)
+    return [scores.requires_grad_()], {OURS: ours, "torch": torchs}
+
+
+def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
+    with run.on_device():
+        leaves, functions = attention(case) if case.head_dim else softmax(case)
+    ways = {
+        f"{name}|{rate}": partial(measure.Way, partial(function, rate, *leaves), leaves)
         for rate in RATES
-        for name, function in ((OURS, ours), ("torch", torchs))
+        for name, function in functions.items()
     }
 
+    def figures(direction: str, name: str, times: measure.Times) -> measure.Row:
+        implementation, rate = name.split("|")
+        microseconds = round(times[name], 1)
+        return {"implementation": implementation, "dropout": rate, "microseconds": microseconds}
 
-@measure.benchmark("dropout.csv", rounds=10)
-def main(run: measure.Run) -> None:
-    """Times dropout."""
+    return run.rows(ways, ("forward", measure.BOTH), figures)
 
-    def rows_of(case: Case) -> Iterator[measure.Row]:
-        with run.on_device():
-            ways = attention(case) if case.head_dim else softmax(case)
-        for direction, _, times in run.time_ways(ways, ("forward", measure.BOTH)):
-            for row in measure.rows_of_times(direction, times):
-                name, _, rate = row["implementation"].partition("|")
-                microseconds = row.pop("microseconds")
-                yield row | {"implementation": name, "dropout": rate, "microseconds": microseconds}
 
-    run.cases(CASES, rows_of)
-
+main = measure.command("dropout.csv", CASES, rows_of, rounds=10)
 
 if __name__ == "__main__":
     typer.run(main)

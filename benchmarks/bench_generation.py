@@ -9,7 +9,6 @@ python benchmarks/bench_generation.py                                      # one
 python benchmarks/bench_generation.py --device cpu   # a tiny model
 """
 
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,17 +19,16 @@ import measure
 import torch
 import transformers
 import typer
-from bench_training import check_fused
+from bench_training import prepared
 from torch import Tensor
 from training_cases import Case as Model
 from training_cases import cases as models
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from megasoftmax.integrations.transformers import NAME, register
+from megasoftmax.integrations.transformers import NAME
 
 IMPLEMENTATIONS = ("sdpa", NAME)
-BAR = 1.1  # of sdpa's tokens per second, not compiled
 
 
 @dataclass(frozen=True)
@@ -86,9 +84,8 @@ def seconds_per_token(
     return (last - first) / (tokens - 1)
 
 
-def run_case(run: measure.Run, case: Case, tokens: int) -> dict[str, float]:
+def run_case(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     """Tokens per second of each implementation, which take turns."""
-    torch.manual_seed(0)
     torch.compiler.reset()
     length = 24 if run.is_small else case.prompt
     options: dict[str, Any] = {"do_sample": False, "use_cache": True}
@@ -100,9 +97,10 @@ def run_case(run: measure.Run, case: Case, tokens: int) -> dict[str, float]:
         for name in IMPLEMENTATIONS:  # one model each, so that none is compiled for both
             model = case.build(run.is_small)
             model.set_attn_implementation(name)
-            calls[name] = partial(seconds_per_token, model, prompt, tokens, options)
-    times = measure.interleaved(calls, run.turns, lambda call: call(), warm_up=1, choose=min)
-    return {name: 1 / time for name, time in times.items()}
+            calls[name] = partial(seconds_per_token, model, prompt, case.tokens, options)
+    times = measure.interleaved(calls, run.turns, lambda call: call(), choose=min)
+    for name, seconds in times.items():
+        yield {"implementation": name, "tokens_per_second": f"{1 / seconds:.1f}"}
 
 
 @measure.benchmark("generation.csv", rounds=5)
@@ -111,22 +109,10 @@ def main(
     tokens: Annotated[int, typer.Option(help="That each call generates.")] = 64,
 ) -> None:
     """Times the tokens that a model generates."""
-    on_gpu = run.device == "cuda" and not run.listed
-    if on_gpu:
-        check_fused()
-    register()
-    place = torch.cuda.get_device_name() if on_gpu else platform.machine()
+    place = prepared(run)
     common = measure.provenance(run.commit, place) | {"transformers": transformers.__version__}
-
-    def rows_of(case: Case) -> Iterator[measure.Row]:
-        speeds = run_case(run, case, tokens)
-        for name, speed in speeds.items():
-            yield {"implementation": name, "tokens_per_second": f"{speed:.1f}"}
-        bar = "" if case.static else f", bar {BAR}x"
-        print(f"{case}: {NAME} over sdpa {speeds[NAME] / speeds['sdpa']:.2f}x{bar}", flush=True)
-
     cases = [replace(case, tokens=tokens) for case in CASES]
-    run.cases(cases, rows_of, common=common)
+    run.cases(cases, partial(run_case, run), common=common)
 
 
 if __name__ == "__main__":

@@ -5,119 +5,111 @@ Rows of earlier commits stay: docs/host.svg draws how the ratios changed. A run 
 its device and commit.
 """
 
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import measure
 import torch
 import typer
 from measured import OURS, read
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import megasoftmax
 from megasoftmax.integrations.transformers import attention_forward
 
 CALLS = 50  # of a round; with a backward pass about 1000 launches, for which a GPU's queue has room
+FIELDS = ("case", "pass", "implementation", "microseconds")
 
-Ways = dict[str, Callable[..., object]]
+
+@dataclass(frozen=True)
+class Case(measure.Case):
+    """Tensors, and what takes them."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    ours: Callable[..., Tensor]
+    torchs: Callable[..., Tensor]
+
+    def __str__(self) -> str:
+        return self.name
 
 
-def cases(device: str) -> dict[str, tuple[tuple[Tensor, ...], Ways]]:
-    """{case: (tensors, {implementation: what takes them})}; float32, on a GPU bfloat16."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    def topk(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.topk(torch.softmax(logits, -1), 4)
-
-    scores, mask = normal(2, 2, 4, 4), torch.zeros(2, 1, 4, 4, dtype=torch.bool, device=device)
+def cases() -> list[Case]:
+    """On the default device; float32, on a GPU bfloat16."""
+    mask, layer = torch.zeros(2, 1, 4, 4, dtype=torch.bool), torch.nn.Module()
+    dtype = torch.bfloat16 if mask.is_cuda else torch.float32
+    scores, logits = torch.randn(2, 2, 4, 4, dtype=dtype), torch.randn(8, 64, dtype=dtype)
+    # As projections leave them.
+    heads = tuple(torch.randn(1, 4, 2, 8, dtype=dtype).transpose(1, 2) for _ in range(3))
+    layer.is_causal = True
     module = megasoftmax.FusedScaleMaskSoftmax(
-        *(False, device == "cuda", "padding", True, torch.Tensor.masked_fill, True, 0.5)
+        *(False, mask.is_cuda, "padding", True, torch.Tensor.masked_fill, True, 0.5)
     )
-
-    def masked(scores: Tensor) -> Tensor:
-        return torch.softmax((scores * 0.5).masked_fill(mask, -10000.0), -1)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return megasoftmax.attention(query, key, value, causal=True)
-
-    def attend_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        return sdpa(query, key, value, is_causal=True)
-
-    def adapter(function: Callable[..., tuple[Tensor, object]]) -> Callable[..., Tensor]:
-        layer = torch.nn.Module()
-        layer.is_causal = True
-        return lambda *tensors: function(layer, *tensors, None)[0]
-
-    heads = tuple(normal(1, 4, 2, 8).transpose(1, 2) for _ in range(3))  # as projections leave them
-    return {
-        "softmax": ((scores,), {OURS: megasoftmax.softmax, "torch": lambda x: x.softmax(-1)}),
-        "softmax_topk": (
-            (normal(8, 64),),
-            {OURS: lambda x: megasoftmax.softmax_topk(x, 4)[0], "torch": lambda x: topk(x)[0]},
+    return [
+        Case("softmax", (scores,), megasoftmax.softmax, lambda x: x.softmax(-1)),
+        Case(
+            *("softmax_topk", (logits,)),
+            lambda x: megasoftmax.softmax_topk(x, 4)[0],
+            lambda x: torch.topk(torch.softmax(x, -1), 4)[0],
         ),
-        "FusedScaleMaskSoftmax": ((scores,), {OURS: lambda x: module(x, mask), "torch": masked}),
-        "attention": (heads, {OURS: attend, "torch": attend_torch}),
-        "attention of transformers": (
-            heads,
-            {OURS: adapter(attention_forward), "torch": adapter(sdpa_attention_forward)},
+        Case(
+            *("FusedScaleMaskSoftmax", (scores,)),
+            lambda x: module(x, mask),
+            lambda x: torch.softmax((x * 0.5).masked_fill(mask, -10000.0), -1),
         ),
-    }
+        Case(
+            *("attention", heads),
+            lambda q, k, v: megasoftmax.attention(q, k, v, causal=True),
+            lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
+        ),
+        Case(
+            *("attention of transformers", heads),
+            lambda *tensors: attention_forward(layer, *tensors, None)[0],
+            lambda *tensors: sdpa_attention_forward(layer, *tensors, None)[0],
+        ),
+    ]
 
 
-def passes(tensors: tuple[Tensor, ...], ways: Ways) -> dict[str, dict[str, measure.Function]]:
-    """{pass: {implementation: call}}; compiled anew, for code differs by case."""
+def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
+    """Compiled anew, for code differs by case."""
     torch.compiler.reset()
+    tensors, ways = case.tensors, {OURS: case.ours, "torch": case.torchs}
     compiled = {name: torch.compile(way, dynamic=False) for name, way in ways.items()}
     leaves = tuple(each.detach().clone().requires_grad_() for each in tensors)
-    gradient = torch.ones_like(next(iter(ways.values()))(*tensors))
+    gradient = torch.ones_like(case.ours(*tensors))
+    timer = measure.host_timer(1 if run.quick else CALLS, run.device)
 
-    def both(way: Callable[..., Tensor]) -> measure.Function:
-        return lambda: torch.autograd.grad(way(*leaves), leaves, gradient)
+    def both(way: Callable[..., Tensor]) -> object:
+        return torch.autograd.grad(way(*leaves), leaves, gradient)
 
-    return {
-        "forward": {name: lambda way=way: way(*tensors) for name, way in ways.items()},
-        "forward, compiled": {
-            name: lambda way=way: way(*tensors) for name, way in compiled.items()
-        },
-        "forward, recorded": {name: lambda way=way: way(*leaves) for name, way in ways.items()},
-        "forward+backward": {name: both(way) for name, way in ways.items()},
-    }
+    for direction, of_pass, call in (
+        ("forward", ways, lambda way: way(*tensors)),
+        ("forward, compiled", compiled, lambda way: way(*tensors)),
+        ("forward, recorded", ways, lambda way: way(*leaves)),
+        (measure.BOTH, ways, both),
+    ):
+        calls = {name: partial(call, way) for name, way in of_pass.items()}
+        times = measure.interleaved(calls, run.turns, timer, warm_up=3, choose=min)
+        for name, microseconds in times.items():
+            place = {"pass": direction, "implementation": name}
+            yield place | {"microseconds": f"{microseconds:.1f}"}
 
 
 @measure.benchmark("host.csv", rounds=200, device="cpu", measures_host=True)
-def main(
-    run: measure.Run,
-    threads: Annotated[int, typer.Option(help="Of the CPU's kernels.")] = 1,
-) -> None:
+def main(run: measure.Run) -> None:
     """Times the host."""
-    torch.manual_seed(0)
-    torch.set_num_threads(threads)
-    found = cases("cpu" if run.listed else run.device)
-    chosen = run.chosen(found)
-    if run.listed:
-        return
+    torch.set_num_threads(1)
     place = torch.cuda.get_device_name() if run.device == "cuda" else "CPU"
     common = measure.provenance(run.commit, f"{place}, host {measure.host_name()}")
-    measured = {name: common[name] for name in ("device", "commit")}
-    earlier = [] if run.path is None else read(run.path.name)
-    timer = measure.host_timer(1 if run.quick else CALLS, run.device)
-    with measure.results(run.path, {}) as write:
-        for row in earlier:
-            if not measured.items() <= row.items():
-                write(row)
-        for case in chosen:
-            for which, calls in passes(*found[case]).items():
-                times = measure.interleaved(calls, run.turns, timer, warm_up=3, choose=min)
-                for implementation, microseconds in times.items():
-                    row = {"case": case, "pass": which, "implementation": implementation}
-                    row = {**common, **row, "microseconds": f"{microseconds:.1f}"}
-                    write(row)
-                    print(*row.values(), sep="  ")
+    here = {name: common[name] for name in ("device", "commit")}
+    rows = read(run.path.name) if run.path else []
+    earlier = [row for row in rows if not here.items() <= row.items()]
+    with run.on_device():
+        found = cases()
+    run.cases(found, partial(rows_of, run), FIELDS, common, before=lambda chosen: earlier)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ scores reaches in the same run.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import measure
 import peers
@@ -170,13 +171,12 @@ def notes(run: measure.Run, case: Case) -> Iterator[measure.Row]:
         excluded = torch.rand(1, case.heads, count, count).argsort(-1) >= max(count // 16, 1)
     keep = ~excluded.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
     sizes = (case.queries, case.keys)
-    calls: measure.Calls = {
+    calls = {
         "TileMask of blocks": lambda: ops.attention.tile_note(excluded, BLOCK, *sizes),
         "TileMask": lambda: ops.attention.tile_note(keep, 1, *sizes),
     }
-    yield from measure.rows_of_times(
-        "note", measure.interleaved(calls, run.turns, run.timer(), warm_up=2)
-    )
+    for row in run.rows(measure.ways_of(calls), ("forward",)):
+        yield row | {"pass": "note"}
 
 
 def softmax(run: measure.Run, case: Case) -> Iterator[measure.Row]:
@@ -186,59 +186,48 @@ def softmax(run: measure.Run, case: Case) -> Iterator[measure.Row]:
         scores = torch.randn(case.batch, case.heads, tokens, tokens, dtype=torch.bfloat16)
         offsets = torch.arange(0, tokens + 1, tokens // DOCUMENTS, dtype=torch.int32)
     options = {"visible": ranges.packed(offsets, tokens), "fused": scores.is_cuda or None}
-    target = torch.empty_like(scores)
-    calls: measure.Calls = {
+    target, seen = torch.empty_like(scores), {"copy": 1, "visible": 1 / DOCUMENTS}
+    seen["visible, causal"] = seen["visible"] / 2
+    calls = {
         "copy": lambda: target.copy_(scores),
         "visible": lambda: megasoftmax.softmax(scores, **options),
         "visible, causal": lambda: megasoftmax.softmax(scores, causal=True, **options),
     }
-    seen = {"copy": 1.0, "visible": 1 / DOCUMENTS, "visible, causal": 1 / (2 * DOCUMENTS)}
-    times = measure.interleaved(calls, run.turns, run.timer(), warm_up=2)
-    for row in measure.rows_of_times("forward", times):
-        name = row["implementation"]
-        share = (1 + seen[name]) / 2 * times["copy"] / times[name]
-        yield row | {"percent_of_copy": round(100 * share, 1)}
+
+    def figures(direction: str, name: str, times: measure.Times) -> measure.Row:
+        percent = 100 * (1 + seen[name]) / 2 * times["copy"] / times[name]
+        return {"microseconds": round(times[name], 1), "percent_of_copy": round(percent, 1)}
+
+    return run.rows(measure.ways_of(calls), ("forward",), figures)
 
 
-def time_ways(
-    run: measure.Run, leaves: list[Tensor], attends: Ways, passes: tuple[str, ...]
-) -> Iterator[measure.Row]:
+def attention(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     """Each pass of each way; tells which outputs differ from the first."""
-    outputs: dict[str, Tensor] = {}
+    lengths, outputs = (case.queries, case.keys, case.keys), {}
+    with run.on_device():
+        leaves = peers.projected(case.heads, case.head_dim, lengths, case.batch)
+        attends = case.pattern(case)
 
     def way(build: Callable[[], peers.Attend]) -> measure.Way:
-        attend = build()
-        return measure.Way(lambda: attend(*leaves), leaves)
+        return measure.Way(partial(build(), *leaves), leaves)
 
     def look(name: str, output: Tensor, calls: measure.Calls) -> None:
         first = outputs.setdefault("first", output)
         if output.shape == first.shape and (output - first).abs().max() > 0.05:
             print(f"{name} differs from the first")
 
-    ways = {name: lambda build=build: way(build) for name, build in attends.items()}
-    for direction, _, times in run.time_ways(ways, passes, look=look):
-        yield from measure.rows_of_times(direction, times)
+    passes = ("forward", measure.BOTH) if case.queries > 1 else ("forward",)
+    ways = {name: partial(way, build) for name, build in attends.items()}
+    return run.rows(ways, passes, look=look)
 
 
-@measure.benchmark("ranges.csv", rounds=10)
-def main(run: measure.Run) -> None:
-    """Times masks that leave tiles out."""
+def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
+    yield from (attention if case.pattern else softmax)(run, case)
+    if case.pattern is sparse:
+        yield from notes(run, case)
 
-    def rows_of(case: Case) -> Iterator[measure.Row]:
-        if case.pattern is None:
-            yield from softmax(run, case)
-            return
-        lengths = (case.queries, case.keys, case.keys)
-        with run.on_device():
-            leaves = peers.projected(case.heads, case.head_dim, lengths, case.batch)
-            attends = case.pattern(case)
-        passes = ("forward", measure.BOTH) if case.queries > 1 else ("forward",)
-        yield from time_ways(run, leaves, attends, passes)
-        if case.pattern is sparse:
-            yield from notes(run, case)
 
-    run.cases(CASES, rows_of, FIELDS)
-
+main = measure.command("ranges.csv", CASES, rows_of, FIELDS, rounds=10)
 
 if __name__ == "__main__":
     typer.run(main)

@@ -6,17 +6,15 @@ time of the ring: 1 is as many times the speed of one GPU as there are. A time i
 slowest rank. `extra_bytes` is the peak of a rank beside its inputs.
 
 torchrun --nproc-per-node 2 benchmarks/bench_ring.py                    # all GPUs of a host
-torchrun --nproc-per-node 2 benchmarks/bench_ring.py --trace folder    # with timelines
 torchrun --nproc-per-node 2 benchmarks/bench_ring.py --device cpu       # tiny, to try it
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import measure
 import torch
@@ -26,11 +24,10 @@ from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import profile
 
 import megasoftmax
 
-SHAPES = {"cuda": (1, 16, 0, 128), "cpu": (1, 2, 0, 8)}  # batch, heads, tokens, head dimension
+SHAPES = {"cuda": (1, 16, 128), "cpu": (1, 2, 8)}  # batch, heads, head dimension
 LENGTHS = {"cuda": (16384, 65536, 262144), "cpu": (64,)}
 LIMITS = {"causal": {"causal": True}, "window 4096": {"causal": True, "window": (4095, 0)}}
 FIELDS = [
@@ -78,7 +75,7 @@ def ways(limits: dict[str, Any], rank: int, ranks: int) -> dict[str, Way]:
     return found
 
 
-def passes(attention: Attention, parts: list[Tensor]) -> dict[str, Callable[[], object]]:
+def passes(attention: Attention, parts: list[Tensor]) -> measure.Calls:
     inputs = [each.detach().requires_grad_() for each in parts]
     gradient = torch.randn_like(inputs[0])
 
@@ -89,16 +86,16 @@ def passes(attention: Attention, parts: list[Tensor]) -> dict[str, Callable[[], 
         with torch.no_grad():
             return attention(*inputs)
 
-    return {"forward": forward, "forward+backward": both}
+    return {"forward": forward, measure.BOTH: both}
 
 
-def slowest(call: Callable[[], object], device: str, rounds: int) -> tuple[float, int]:
+def slowest(call: measure.Function, run: measure.Run) -> tuple[float, int]:
     """Median milliseconds of the slowest rank, and the bytes that this one takes at most."""
-    peak, times = 0, []
-    for _ in range(2 + rounds):  # the first two do not count
+    peak, times, on_host = 0, [], measure.host_timer(1, "cpu")
+    for _ in range(2 + run.turns):  # the first two do not count
         dist.barrier()
-        if device == "cpu":
-            times.append(measure.host_milliseconds(call))
+        if run.device == "cpu":
+            times.append(on_host(call) / 1e3)
             continue
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -110,60 +107,45 @@ def slowest(call: Callable[[], object], device: str, rounds: int) -> tuple[float
         end.synchronize()
         times.append(start.elapsed_time(end))
         peak = torch.cuda.max_memory_allocated() - before
-    found = torch.tensor([sorted(times[2:])[rounds // 2]], device=device)
+    found = torch.tensor([sorted(times[2:])[run.turns // 2]], device=run.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item(), peak
 
 
+def rows_of(run: measure.Run, tokens: int, name: str, rank: int) -> Iterator[measure.Row]:
+    """Those of one length and one of LIMITS, in all implementations."""
+    ranks, (batch, heads, dim) = dist.get_world_size(), SHAPES[run.device]
+    dtype = torch.bfloat16 if run.device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    shape = (batch, heads, tokens, dim)
+    whole = [torch.randn(shape, device=run.device, dtype=dtype) for _ in "qkv"]
+    of_one: dict[str, float] = {}
+    for implementation, way in ways(LIMITS[name], rank, ranks).items():
+        parts = [way.part(each) for each in whole]
+        row: measure.Row = {"gpus": ranks, "tokens": tokens, "limits": name}
+        row["implementation"] = implementation
+        try:
+            with way.context(parts):
+                for direction, call in passes(way.attention, parts).items():
+                    milliseconds, peak = slowest(call, run)
+                    share = of_one.setdefault(direction, milliseconds) / ranks / milliseconds
+                    figures = {"milliseconds": f"{milliseconds:.3f}", "efficiency": f"{share:.3f}"}
+                    yield {**row, "pass": direction, **figures, "extra_bytes": peak}
+        except (RuntimeError, ValueError) as error:  # of torch, which is experimental
+            yield row | {"note": str(error).splitlines()[0]}
+
+
 @measure.benchmark("ring.csv", rounds=10)
-def main(
-    run: measure.Run,
-    trace: Annotated[Path | None, typer.Option(help="A folder for timelines of zigzag.")] = None,
-) -> None:
+def main(run: measure.Run) -> None:
     """Times attention over a sequence that is split."""
-    device = run.device
     rank = int(os.environ["LOCAL_RANK"])
-    if device == "cuda":
+    if run.device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    ranks, dtype = dist.get_world_size(), torch.bfloat16 if device == "cuda" else torch.float32
+    dist.init_process_group("nccl" if run.device == "cuda" else "gloo")
     with run.writer(fields=FIELDS) if rank == 0 else nullcontext(lambda row: None) as write:
-        for tokens, (name, limits) in product(LENGTHS[device], LIMITS.items()):
-            batch, heads, _, dim = SHAPES[device]
-            torch.manual_seed(0)
-            shape = (batch, heads, tokens, dim)
-            whole = [torch.randn(shape, device=device, dtype=dtype) for _ in "qkv"]
-            of_one: dict[str, float] = {}
-            for implementation, way in ways(limits, rank, ranks).items():
-                parts = [way.part(each) for each in whole]
-                row = {
-                    "gpus": ranks,
-                    "tokens": tokens,
-                    "limits": name,
-                    "implementation": implementation,
-                }
-                try:
-                    with way.context(parts):
-                        for which, call in passes(way.attention, parts).items():
-                            milliseconds, peak = slowest(call, device, run.turns)
-                            efficiency = (
-                                of_one.setdefault(which, milliseconds) / ranks / milliseconds
-                            )
-                            found = {
-                                **row,
-                                "pass": which,
-                                "milliseconds": f"{milliseconds:.3f}",
-                                "efficiency": f"{efficiency:.3f}",
-                                "extra_bytes": peak,
-                            }
-                            write(found)
-                            if trace is not None and implementation == "zigzag":
-                                with profile() as timeline:
-                                    call()
-                                name_of_file = f"{tokens}_{name}_{which}_{rank}.json"
-                                timeline.export_chrome_trace(str(trace / name_of_file))
-                except (RuntimeError, ValueError) as error:  # of torch, which is experimental
-                    write(row | {"note": str(error).splitlines()[0]})
+        for tokens, name in product(LENGTHS[run.device], LIMITS):
+            for row in rows_of(run, tokens, name, rank):
+                write(row)
     dist.destroy_process_group()
 
 

@@ -13,7 +13,6 @@ call to the next, those of the copy too.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 import measure
 import peers
@@ -53,6 +52,7 @@ SHAPES = [
     *((rows, columns) for rows in (1, 4, 64) for columns in LONG_ROWS),
     *((2**20, columns) for columns in (8, 33, 64, 100, 128)),
 ]
+# The middle of three dimensions.
 COLUMNS = [(64, 1024, 1024), (64, 1024, 1023), (16, 512, 4096), (8, 4096, 1024)]
 
 
@@ -93,14 +93,13 @@ class Case(measure.Case):
         return name if self.dim == -1 else f"{name} dim {self.dim}"
 
 
-def table(dim0: bool) -> list[Case]:
-    """The cases, each once."""
-    cases = [Case.make((rows, columns), dtype) for rows, columns, dtype in PEERS_TABLE]
-    cases += [Case.make(shape, HALF) for shape in SHAPES]
-    cases.append(Case.make((1, 32000), FLOAT))
-    if dim0:
-        cases += [Case.make(shape, dtype, 1) for shape in COLUMNS for dtype in (BFLOAT, FLOAT)]
-    return [case for case in dict.fromkeys(cases) if case.bytes <= MOST]
+def cases() -> list[Case]:
+    """Each once."""
+    found = [Case.make((rows, columns), dtype) for rows, columns, dtype in PEERS_TABLE]
+    found += [Case.make(shape, HALF) for shape in SHAPES]
+    found.append(Case.make((1, 32000), FLOAT))
+    found += [Case.make(shape, dtype, 1) for shape in COLUMNS for dtype in (BFLOAT, FLOAT)]
+    return [case for case in dict.fromkeys(found) if case.bytes <= MOST]
 
 
 def implementations(case: Case, scores: Tensor) -> dict[str, measure.Build]:
@@ -121,27 +120,20 @@ def implementations(case: Case, scores: Tensor) -> dict[str, measure.Build]:
     return peers.only_there(ways)
 
 
-@measure.benchmark("rows.csv", rounds=15)
-def main(
-    run: measure.Run,
-    dim0: Annotated[bool, typer.Option(help="The middle of three dimensions, too.")] = False,
-) -> None:
-    """Times softmax of rows."""
+def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
+    with run.on_device():
+        scores = torch.randn(case.shape, dtype=case.dtype).requires_grad_()
+    gradient = torch.randn_like(scores)
+    return run.beside_copy(
+        implementations(case, scores),
+        scores,
+        {"forward": 2 * case.bytes, "backward": 3 * case.bytes},
+        gradient=lambda output: gradient,
+        graph_calls=CALLS if 2 * case.bytes < SMALL else 0,
+    )
 
-    def rows_of(case: Case) -> Iterator[measure.Row]:
-        with run.on_device():
-            scores = torch.randn(case.shape, dtype=case.dtype).requires_grad_()
-        gradient = torch.randn_like(scores)
-        yield from run.beside_copy(
-            implementations(case, scores),
-            scores,
-            {"forward": 2 * case.bytes, "backward": 3 * case.bytes},
-            gradient=lambda output: gradient,
-            graph_calls=CALLS if 2 * case.bytes < SMALL else 0,
-        )
 
-    run.cases(table(dim0), rows_of, stream=measure.own_stream)
-
+main = measure.command("rows.csv", cases(), rows_of, rounds=15, stream=measure.own_stream)
 
 if __name__ == "__main__":
     typer.run(main)

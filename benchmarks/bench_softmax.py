@@ -8,7 +8,7 @@ each call; a figure is the median over the rounds.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import measure
 import peers
@@ -95,35 +95,24 @@ def implementations(
     return peers.only_there(ways)
 
 
-@measure.benchmark("softmax.csv", rounds=15)
-def main(
-    run: measure.Run,
-    others: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Others than megasoftmax too.")
-    ] = True,
-) -> None:
-    """Times softmax of attention."""
+def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     functorch_config.donated_buffer = False  # one output is differentiated many times
+    with run.on_device():
+        scores = torch.randn(case.shape, dtype=case.dtype).requires_grad_()
+        arguments = case.arguments()
+    limits = window_of(arguments.get("causal", False), arguments.get("window"))
+    queries, keys = case.shape[-2:]
+    share = visible_entries(limits, queries, keys) / (queries * keys)
+    read_once = sum(arguments[name].nbytes for name in ("mask", "bias") if name in arguments)
+    fewest = {"forward": round((1 + share) * scores.nbytes) + read_once}
+    fewest["backward"] = round((1 + 2 * share) * scores.nbytes)
+    fewest[measure.BOTH] = sum(fewest.values())
+    ways = implementations(case, scores, arguments, limits)
+    gradient = torch.randn_like(scores)
+    return run.beside_copy(ways, scores, fewest, gradient=lambda output: gradient)
 
-    def rows_of(case: Case) -> Iterator[measure.Row]:
-        with run.on_device():
-            scores = torch.randn(case.shape, dtype=case.dtype).requires_grad_()
-            arguments = case.arguments()
-        limits = window_of(arguments.get("causal", False), arguments.get("window"))
-        queries, keys = case.shape[-2:]
-        share = visible_entries(limits, queries, keys) / (queries * keys)
-        read_once = sum(arguments[name].nbytes for name in ("mask", "bias") if name in arguments)
-        size = scores.nbytes
-        fewest = {"forward": round((1 + share) * size) + read_once}
-        fewest["backward"] = round((1 + 2 * share) * size)
-        fewest[measure.BOTH] = sum(fewest.values())
-        ways = implementations(case, scores, arguments, limits)
-        gradient = torch.randn_like(scores)
-        ways = ways if others else {OURS: ways[OURS]}
-        yield from run.beside_copy(ways, scores, fewest, gradient=lambda output: gradient)
 
-    run.cases(CASES, rows_of)
-
+main = measure.command("softmax.csv", CASES, rows_of, rounds=15)
 
 if __name__ == "__main__":
     typer.run(main)

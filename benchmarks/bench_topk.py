@@ -119,19 +119,15 @@ def implementations(case: Case, logits: Tensor) -> dict[str, measure.Build]:
     return peers.only_there(ways)
 
 
-@measure.benchmark("topk.csv", rounds=9)
-def main(run: measure.Run) -> None:
-    """Times softmax_topk."""
+def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
+    with run.on_device():
+        logits = case.logits().requires_grad_()
+    graph_calls = CALLS if case.bytes < SMALL else 0
+    ways = implementations(case, logits)
+    return run.beside_copy(ways, logits, case.fewest, graph_calls=graph_calls)
 
-    def rows_of(case: Case) -> Iterator[measure.Row]:
-        with run.on_device():
-            logits = case.logits().requires_grad_()
-        graph_calls = CALLS if case.bytes < SMALL else 0
-        ways = implementations(case, logits)
-        yield from run.beside_copy(ways, logits, case.fewest, graph_calls=graph_calls)
 
-    run.cases(CASES, rows_of, stream=measure.own_stream)
-
+main = measure.command("topk.csv", CASES, rows_of, rounds=9, stream=measure.own_stream)
 
 if __name__ == "__main__":
     typer.run(main)

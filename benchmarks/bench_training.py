@@ -6,15 +6,13 @@ model, which is switched from one implementation to the next; these take turns. 
 change, each computes the loss and the gradients: what is further from the first implementation than
 rounding explains is not timed, `note` says so, and the run fails in the end. Models with dropout
 are compared without it, because implementations drop different entries, and timed with it. What
-has too little memory is a row with a note too. The bars of each case are printed beside what was
-measured.
+has too little memory is a row with a note too.
 
 python benchmarks/bench_training.py                         # one GPU, all cases: a few minutes
 python benchmarks/bench_training.py --only "dropout|Mistral|documents" --rounds 3 --out new.csv
 python benchmarks/bench_training.py --device cpu --quick    # tiny models, to try it
 """
 
-import math
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +30,7 @@ from training_cases import FLASH, Case, cases
 from transformers import PreTrainedModel
 
 import megasoftmax
-from megasoftmax.integrations.transformers import NAME, register
+from megasoftmax.integrations.transformers import register
 
 FIELDS = [
     *(*Case.written, "implementation", "tokens_per_second", "step_ms", "peak_memory_bytes"),
@@ -151,7 +149,7 @@ def compare(training: Training, rows: dict[str, Row]) -> None:
             row["note"] = f"{WRONG}expected a loss of {expected:.5f}, got {loss:.5f}"
 
 
-def run_case(case: Case, run: measure.Run) -> dict[str, Row]:
+def run_case(run: measure.Run, case: Case) -> dict[str, Row]:
     """The figures of each implementation."""
     training = Training(case, run.device)
     rows: dict[str, Row] = {name: {} for name in case.implementations}
@@ -162,67 +160,42 @@ def run_case(case: Case, run: measure.Run) -> dict[str, Row]:
     steps: dict[str, measure.Function] = {
         name: partial(training.step, name) for name, row in rows.items() if "note" not in row
     }
-    for name, milliseconds in measure.interleaved(steps, run.turns, timer(run.device)).items():
-        speed = case.tokens / milliseconds * 1e3
-        rows[name] |= {"step_ms": f"{milliseconds:.2f}", "tokens_per_second": f"{speed:.0f}"}
+    timer = run.timer(measure.LONG_START)
+    for name, microseconds in measure.interleaved(steps, run.turns, timer).items():
+        speed = case.tokens / microseconds * 1e6
+        step = f"{microseconds / 1e3:.2f}"
+        rows[name] |= {"step_ms": step, "tokens_per_second": f"{speed:.0f}"}
     return rows
 
 
-def timer(device: str) -> measure.Timer:
-    """Of a call, in milliseconds."""
-    if device == "cpu":
-        return measure.host_milliseconds
-    microseconds = measure.gpu_timer(measure.LONG_START)
-    return lambda function: microseconds(function) / 1e3
+def prepared(run: measure.Run) -> str:
+    """Registers the implementations; the name of the device.
 
-
-def bars(case: Case, rows: dict[str, Row]) -> Iterator[str]:
-    """A line for each bar: what was reached, and whether it suffices."""
-
-    def line(text: str, reached: float, bar: float, unit: str) -> str:
-        verdict = "reached" if reached >= bar else "missed"
-        verdict = "not measured" if math.isnan(reached) else verdict
-        return f"{case}: {text} {reached:.2f}{unit}, bar {bar:.2f}{unit}: {verdict}"
-
-    def figure(column: str, name: str) -> float:
-        return float(rows[name].get(column) or "nan")
-
-    for ours, peer, bar in case.bars:
-        speeds = [figure("tokens_per_second", name) for name in (ours, peer)]
-        yield line(f"{ours} over {peer}", speeds[0] / speeds[1], bar, "x")
-    peer, saved = ("eager", case.score_bytes) if "eager" in rows else ("sdpa", case.mask_bytes)
-    peaks = [figure("peak_memory_bytes", name) / 2**30 for name in (peer, NAME)]
-    yield line(f"{NAME} below {peer} by", peaks[0] - peaks[1], saved / 2**30, " GiB")
-
-
-def check_fused() -> None:
-    """Exits when this GPU runs the reference instead of what is to be measured."""
+    Exits when this GPU runs the reference instead of what is to be measured.
+    """
+    register()
+    if run.device == "cpu" or run.listed:
+        return platform.machine()
     tensor = torch.empty(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
     for function, inputs in (("softmax", [tensor]), ("attention", [tensor] * 3)):
         if reasons := megasoftmax.why_not_fused(getattr(megasoftmax, function), *inputs):
             sys.exit("\n".join([f"{function} would not run fused", *map(str, reasons)]))
+    return torch.cuda.get_device_name()
 
 
 @measure.benchmark("training.csv", rounds=7)
 def main(run: measure.Run) -> None:
     """Times training steps."""
-    if run.device == "cuda" and not run.listed:
-        check_fused()
-    register()
-    common = measure.provenance(run.commit) | {"transformers": transformers.__version__}
-    if run.device != "cuda":
-        common["gpu"] = platform.machine()
+    place = {"gpu": prepared(run), "transformers": transformers.__version__}
     failures = []
 
     def rows_of(case: Case) -> Iterator[measure.Row]:
-        rows = run_case(case, run)
-        for name, row in rows.items():
+        for name, row in run_case(run, case).items():
             yield {"implementation": name, **row}
             if row.get("note", "").startswith(WRONG):
                 failures.append(f"{case}: {name}: {row['note']}")
-        print(*bars(case, rows), sep="\n")
 
-    run.cases(cases(), rows_of, FIELDS, common)
+    run.cases(cases(), rows_of, FIELDS, measure.provenance(run.commit) | place)
     if failures:
         sys.exit("\n".join(failures))
 

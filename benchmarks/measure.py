@@ -24,7 +24,7 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
-from measured import OURS, RESULTS
+from measured import OURS, RESULTS, read
 from rich.progress import track
 from torch import Tensor
 
@@ -33,19 +33,14 @@ Function = Callable[[], object]
 Timer = Callable[[Function], float]
 Row = dict[str, object]
 Calls = dict[str, Function]  # by pass, or by implementation
+Times = dict[str, float]  # microseconds of each implementation
+Figures = Callable[[str, str, Times], Row]
 Context = Callable[[], AbstractContextManager]
 Result = TypeVar("Result")
 
 BOTH = "forward+backward"
 HEAD_START = 1_000_000  # GPU cycles, about 0.5 ms: the host is done before the GPU begins
 LONG_START = 4 * HEAD_START  # autograd and compiled code need the host for longer
-
-
-def commit() -> str:
-    """The short name of the commit that is checked out; empty outside of git."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    folder = Path(__file__).parent
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout.strip()
 
 
 def provenance(commit_of_copy: str = "", device: str | None = None) -> dict[str, str]:
@@ -56,10 +51,12 @@ def provenance(commit_of_copy: str = "", device: str | None = None) -> dict[str,
         device: its name, for the column "device"; None: that of the GPU, for the column "gpu".
     """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     return {
         **({"gpu": gpu} if device is None else {"device": device}),
         "torch": torch.__version__,
-        "commit": commit_of_copy or commit(),
+        "commit": commit_of_copy or found.stdout.strip(),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -73,39 +70,26 @@ def results(
     Args:
         out: the file; its folder is made if need be. None: rows go nowhere.
         common: what all rows have, in the first columns.
-        fields: the other columns; by default those of the first row, and none without rows.
+        fields: the other columns; by default those of the first row.
         resume: rows of the file stay.
     """
     if out is None:
         yield lambda row: None
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    resume = resume and out.exists()
     with out.open("a" if resume else "w", newline="") as file:
         writer: csv.DictWriter | None = None
 
-        def begin(columns: Iterable[str]) -> csv.DictWriter:
-            writer = csv.DictWriter(file, [*common, *columns], lineterminator="\n")
-            if not resume:
-                writer.writeheader()
-            return writer
-
         def write(row: Mapping[str, object]) -> None:
             nonlocal writer
-            writer = writer or begin(fields or row)
+            if writer is None:
+                writer = csv.DictWriter(file, [*common, *(fields or row)], lineterminator="\n")
+                if not file.tell():
+                    writer.writeheader()
             writer.writerow({**common, **row})
             file.flush()
 
         yield write
-        if writer is None:
-            begin(fields)
-
-
-def rows_of_times(direction: str, times: Mapping[str, float]) -> Iterator[Row]:
-    """A row for each implementation, to a tenth of a microsecond."""
-    for name, microseconds in times.items():
-        place = {"pass": direction, "implementation": name}
-        yield place | {"microseconds": round(microseconds, 1)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -148,13 +132,6 @@ def interleaved(
         for name, function in functions.items():
             times[name].append(timer(function))
     return {name: choose(samples[warm_up:]) for name, samples in times.items()}
-
-
-def host_milliseconds(function: Function) -> float:
-    """Times a call that runs on the CPU."""
-    start = time.perf_counter()
-    function()
-    return 1e3 * (time.perf_counter() - start)
 
 
 def host_timer(calls: int, device: str) -> Timer:
@@ -294,16 +271,6 @@ class Run:
         """Makes tensors there."""
         return torch.device(self.device)
 
-    def chosen(self, cases: Iterable[Any]) -> list[Any]:
-        """The cases, or names of them, that `only` names. `listed` prints them instead."""
-        found = [case for case in cases if re.search(self.only, str(case))]
-        if self.listed:
-            print(*found, sep="\n")
-            return []
-        if not self.is_small:
-            return found
-        return [case.tiny() if isinstance(case, Case) else case for case in found]
-
     @contextmanager
     def writer(
         self, common: Mapping[str, object] | None = None, fields: Iterable[str] = ()
@@ -335,10 +302,12 @@ class Run:
             before: has the first rows, which are of no case.
             stream: on which all runs, such as `own_stream`.
         """
-        chosen = self.chosen(cases)
+        chosen = [case for case in cases if re.search(self.only, str(case))]
         if self.listed:
+            print(*chosen, sep="\n")
             return
-        done = _rows(self.path) if self.resume else []
+        chosen = [case.tiny() for case in chosen] if self.is_small else chosen
+        done = read(self.path) if self.resume and self.path else []
         with self.writer(common, fields) as write, stream():
             for row in before(chosen) if not done else ():
                 write(row)
@@ -352,42 +321,47 @@ class Run:
                     write(described | row)
                 release()
 
-    def time_ways(
+    def rows(
         self,
         ways: "Mapping[str, Build]",
         passes: Sequence[str],
+        figures: Figures | None = None,
         *,
         beside: Calls | None = None,
         gradient: Callable[[Tensor], Tensor] = torch.randn_like,
         forward_mode: Context = nullcontext,
         head_start: int = HEAD_START,
-        graph_calls: int = 0,
+        graph_calls: int | None = None,
         look: Callable[[str, Tensor, Calls], None] = lambda name, output, calls: None,
-        refuse: Callable[[str, str], None] | None = None,
-    ) -> Iterator[tuple[str, str, dict[str, float]]]:
-        """(pass, "call" or "graph", {implementation: microseconds}).
+        noted: bool = False,
+    ) -> Iterator[Row]:
+        """A row of each pass of each implementation.
 
         Args:
             ways: what builds each implementation; building and calling may fail, as a refusal.
+            figures: columns, of (pass, implementation, {implementation: microseconds}); by default
+                the microseconds.
             beside: calls that are timed in turn with those of each pass.
             gradient: the incoming gradient of an output.
             forward_mode: of the forward pass alone, such as torch.no_grad.
-            graph_calls: as many calls in a CUDA graph are timed besides; 0: none.
+            graph_calls: as many calls in a CUDA graph are timed besides, if it is not 0. None: rows
+                have no column "timing".
             look: is given each output, and the calls by pass.
-            refuse: is given what refuses a case, and why; by default this is printed, and an
-                error if it is ours.
+            noted: what refuses a pass is a row with a note. Else it is printed, and an error if it
+                is ours.
         """
         ready: dict[str, Calls] = {}
         for name, build in ways.items():
             ready[name], output, refusal = prepare(build, passes, gradient, forward_mode)
             if output is not None:
                 look(name, output, ready[name])
-            if refusal and refuse is not None:
-                refuse(name, refusal)
-            elif refusal and name == OURS:
-                raise RuntimeError(refusal)
-            elif refusal:
+            if refusal and not noted:
+                if name == OURS:
+                    raise RuntimeError(refusal)
                 print(f"{name} refuses: {refusal}"[:200])
+            for direction in passes if refusal and noted else ():
+                if direction not in ready[name]:
+                    yield {"pass": direction, "implementation": name, "note": refusal}
             del output
         timer = self.timer(head_start)
         for direction in passes:
@@ -400,38 +374,32 @@ class Run:
                     totals = interleaved(graphs, self.turns, timer)
                     found["graph"] = {n: total / graph_calls for n, total in totals.items()}
             for timing, times in found.items():
-                yield direction, timing, times
+                place = {"pass": direction} | ({} if graph_calls is None else {"timing": timing})
+                for name, microseconds in times.items():
+                    rounded = {"microseconds": round(microseconds, 1)}
+                    columns = figures(direction, name, times) if figures else rounded
+                    yield {**place, "implementation": name, **columns}
 
     def beside_copy(
-        self,
-        ways: "Mapping[str, Build]",
-        source: Tensor,
-        fewest: Mapping[str, int],
-        *,
-        graph_calls: int | None = None,
-        **options: Any,
+        self, ways: "Mapping[str, Build]", source: Tensor, fewest: Mapping[str, int], **options: Any
     ) -> Iterator[Row]:
         """Rows of passes with their shares of the bandwidth that a copy of a tensor reaches.
 
         Args:
             fewest: bytes that each pass has to read and write.
-            graph_calls, options: of `time_ways`. None: rows have no column "timing".
+            options: of `rows`.
         """
         copied, target, plain = 2 * source.nbytes, torch.empty_like(source), source.detach()
-        options |= {"beside": {"copy": lambda: target.copy_(plain)}, "forward_mode": torch.no_grad}
-        timed = self.time_ways(ways, tuple(fewest), graph_calls=graph_calls or 0, **options)
-        for direction, timing, times in timed:
-            place = {"pass": direction} | ({} if graph_calls is None else {"timing": timing})
-            for name, microseconds in times.items():
-                moved = copied if name == "copy" else fewest[direction]
-                share = moved / copied * times["copy"] / microseconds
-                yield {
-                    **place,
-                    "implementation": name,
-                    "microseconds": f"{microseconds:.2f}",
-                    "bytes": moved,
-                    "percent_of_copy": f"{100 * share:.1f}",
-                }
+
+        def figures(direction: str, name: str, times: Times) -> Row:
+            moved = copied if name == "copy" else fewest[direction]
+            share = moved / copied * times["copy"] / times[name]
+            percent = {"bytes": moved, "percent_of_copy": f"{100 * share:.1f}"}
+            return {"microseconds": f"{times[name]:.2f}", **percent}
+
+        copy = {"copy": lambda: target.copy_(plain)}
+        options |= {"beside": copy, "forward_mode": torch.no_grad}
+        return self.rows(ways, tuple(fewest), figures, **options)
 
     def captured(self, functions: Calls, calls: int) -> Calls:
         """Their graphs, of those that can be captured; on a CPU the functions."""
@@ -447,48 +415,6 @@ class Run:
                     raise
                 print(f"{name} refuses a graph: {error!r}"[:200])
         return graphs
-
-
-def _rows(path: Path | None) -> list[dict[str, str]]:
-    if path is None or not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def benchmark(
-    file: str, rounds: int = 0, device: str = "cuda", **given: Any
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The command of a benchmark: the options of its own, then those of `Run`, by name.
-
-    Args:
-        file: of benchmarks/results.
-        rounds, device, given: defaults of the options.
-    """
-    defaults = {"rounds": rounds, "device": device, **given}
-    shared = {each.name: each for each in inspect.signature(Run).parameters.values()}
-    shared = {name: each for name, each in shared.items() if name not in ("file", "measures_host")}
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-
-        @functools.wraps(function)
-        def command(**options: Any) -> None:
-            of_run = defaults | {n: value for n, value in options.items() if n in shared}
-            run = Run(file, **of_run)
-            others = {name: value for name, value in options.items() if name not in shared}
-            with torch.compiler.set_stance("force_eager" if run.is_small else "default"):
-                function(run, **others)
-
-        options = [
-            each.replace(kind=each.KEYWORD_ONLY, default=defaults.get(name, each.default))
-            for name, each in shared.items()
-        ]
-        own = [each.replace(kind=each.KEYWORD_ONLY) for each in own]
-        command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-        return command
-
-    return decorate
 
 
 @dataclass(frozen=True)
@@ -507,6 +433,11 @@ class Way:
 
 
 Build = Callable[[], Way]
+
+
+def ways_of(functions: Calls) -> dict[str, Build]:
+    """Those of calls without gradients."""
+    return {name: functools.partial(Way, function) for name, function in functions.items()}
 
 
 def within(context: Context | None, function: Callable[[], Result]) -> Callable[[], Result]:
@@ -578,3 +509,55 @@ def attempt(function: Callable[[], Result]) -> tuple[Result | None, str]:
         except Exception as error:
             return None, reason(error, caught)
         return result, ""
+
+
+def benchmark(
+    file: str, rounds: int = 0, device: str = "cuda", **given: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The command of a benchmark: the options of its own, then those of `Run`, by name.
+
+    Args:
+        file: of benchmarks/results.
+        rounds, device, given: defaults of the options.
+    """
+    defaults = {"rounds": rounds, "device": device, **given}
+    shared = {
+        name: each.replace(kind=each.KEYWORD_ONLY, default=defaults.get(name, each.default))
+        for name, each in inspect.signature(Run).parameters.items()
+        if name not in ("file", "measures_host")
+    }
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+        own = [each.replace(kind=each.KEYWORD_ONLY) for each in own]
+
+        @functools.wraps(function)
+        def command(**options: Any) -> None:
+            of_own = {each.name: options.pop(each.name) for each in own if each.name in options}
+            run = Run(file, **(defaults | options))
+            with torch.compiler.set_stance("force_eager" if run.is_small else "default"):
+                function(run, **of_own)
+
+        command.__signature__ = inspect.Signature([*own, *shared.values()])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def command(
+    file: str,
+    cases: Iterable[Case],
+    rows_of: Callable[[Run, Any], Iterable[Row]],
+    fields: Iterable[str] = (),
+    *,
+    stream: Context = nullcontext,
+    **defaults: Any,
+) -> Callable[..., None]:
+    """The command of a benchmark without options of its own: the arguments are those of `cases`."""
+
+    @benchmark(file, **defaults)
+    def main(run: Run) -> None:
+        """Times the cases, and writes the file."""
+        run.cases(cases, functools.partial(rows_of, run), fields, stream=stream)
+
+    return main

@@ -11,11 +11,12 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
-from measured import OURS, ROOT, Case, Row, by_attention, by_case, by_model, by_timing, read
+from measured import OURS, ROOT, Case, Row, by, by_attention, by_case, by_model, by_timing, read
 from tables import headline_cases, speedup
 
 DOCS = ROOT / "docs"
@@ -74,6 +75,7 @@ KEPT = {
 OUTLIER = 110  # % of the copy, from which a point of a CUDA graph says how long its copy took
 
 
+DIRECTIONS = ("forward", "backward")
 Points = Mapping[str, list[tuple[float, float]]]  # by implementation
 PICTURES: dict[str, Callable[[], str]] = {}
 """Name of a file of docs/ -> what makes it."""
@@ -140,13 +142,12 @@ def draw_headline(rows: list[Row]) -> plt.Figure:
 def draw_softmax(rows: list[Row]) -> plt.Figure:
     """Per cent of the copy, for the cases of transformers."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 8), sharey=True)
-    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+    for axis, direction in zip(axes, DIRECTIONS, strict=True):
         cases = by_case(rows, direction)
         labels = {" ".join((times(shape), name)): case for (shape, name), case in cases.items()}
-        draw_marks(axis, labels, "percent_of_copy")
+        label = "% of copy bandwidth (fewest bytes / time)"
+        draw_marks(axis, labels, "percent_of_copy", direction, label)
         axis.axvline(100, color=INK, linewidth=0.8)
-        axis.set_title(direction)
-        axis.set_xlabel("% of copy bandwidth (fewest bytes / time)")
     return figure
 
 
@@ -160,7 +161,7 @@ def draw_rows(rows: list[Row]) -> plt.Figure:
     shown = [row for case in cases.values() for row in case.values() if row["dim"] == "-1"]
     sizes = {"call": "64 MiB and more", "graph": "less than 64 MiB, CUDA graph"}
     for line, (timing, size) in zip(panels, sizes.items(), strict=True):
-        for axis, direction in zip(line, ("forward", "backward"), strict=True):
+        for axis, direction in zip(line, DIRECTIONS, strict=True):
             here = [row for row in shown if (row["timing"], row["pass"]) == (timing, direction)]
             draw_lengths(axis, here, "columns", "percent_of_copy", markersize=5, alpha=0.8)
             axis.set_title(f"{direction}, {size}")
@@ -175,19 +176,17 @@ def draw_topk(rows: list[Row]) -> plt.Figure:
     fields = ("rows", "columns", "dtype", "k", "data", "pass")
     cases = by_timing([row for row in rows if row["data"] == "normal"], fields)
     figure, axes = plt.subplots(1, 2, figsize=(12, 7.5))
-    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+    for axis, direction in zip(axes, DIRECTIONS, strict=True):
         labels = {
             f"{count}×{columns} {dtype}, K = {k}": case
             for (count, columns, dtype, k, _, found), case in cases.items()
             if found == direction
         }
-        draw_marks(axis, labels, "microseconds")
+        draw_marks(axis, labels, "microseconds", direction, "µs, less is better")
         axis.set_xlim(auto=True)
         axis.set_xscale("log")
         axis.autoscale(axis="x")
         axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_xlabel("µs, less is better")
-        axis.set_title(direction)
     return figure
 
 
@@ -201,9 +200,8 @@ def draw_attention(rows: list[Row]) -> plt.Figure:
     axes = upper.subplots(1, 2)
     for axis, direction in zip(axes, ("forward", "forward+backward"), strict=True):
         cases = by_attention(trained, "time", direction)
-        draw_marks(axis, {times(name): case for name, case in cases.items()}, "tflops")
-        axis.set_title(direction)
-        axis.set_xlabel("TFLOP/s")
+        labels = {times(name): case for name, case in cases.items()}
+        draw_marks(axis, labels, "tflops", direction, "TFLOP/s")
     upper.suptitle(f"Attention, {origin(rows)}")
     upper.subplots_adjust(0.19, 0.08, 0.98, 0.92, 0.65)
     panels = lower.subplots(1, len(batches), sharey=True, squeeze=False)[0]
@@ -275,10 +273,9 @@ def draw_training(rows: list[Row]) -> plt.Figure:
     """Tokens per second of each model."""
     cases = by_model([row for row in rows if row["tokens_per_second"]])
     figure, axis = plt.subplots(figsize=(11, 0.5 * len(cases) + 1.8))
-    draw_marks(axis, cases, "tokens_per_second")
+    title = f"Training in bfloat16, {origin(rows)}"
+    draw_marks(axis, cases, "tokens_per_second", title, "tokens/s")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axis.set_xlabel("tokens/s")
-    axis.set_title(f"Training in bfloat16, {origin(rows)}")
     return figure
 
 
@@ -300,7 +297,7 @@ def draw_tuning(rows: list[Row]) -> plt.Figure:
         len(panels), 2, figsize=(13, 3.4 * len(panels)), sharey=True, squeeze=False
     )
     for line, (panel, directions) in zip(axes, panels.items(), strict=True):
-        for axis, direction in zip(line, ("forward", "backward"), strict=True):
+        for axis, direction in zip(line, DIRECTIONS, strict=True):
             axis.set_title(f"{direction}, {panel}")
             draw_regimes(axis, directions[direction])
     axes[0, 0].set_ylim(0, 1.1 * largest(rows, "percent_of_copy"))
@@ -355,30 +352,25 @@ def color_of(regime: str) -> str:
 @picture("host.svg", "host.csv")
 def draw_host(rows: list[Row]) -> plt.Figure:
     """Ours over torch's time on the host, from one measured commit to the next."""
-    devices: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        devices[row["device"]].append(row)
+    devices = list(dict.fromkeys(row["device"] for row in rows))
     figure, axes = plt.subplots(
         1, len(devices), figsize=(6.5 * len(devices), 5), sharey=True, squeeze=False
     )
-    colors = (BLUE, ORANGE, GREEN, PURPLE, RED)
-    lines = ("-", "--", ":", "-.")
-    for axis, (device, found) in zip(axes[0], devices.items(), strict=True):
-        cases = list(dict.fromkeys(row["case"] for row in found))
-        passes = list(dict.fromkeys(row["pass"] for row in found))
-        commits = list(dict.fromkeys(row["commit"] for row in found))
-        timed = {
-            (row["case"], row["pass"], row["commit"], row["implementation"]): row for row in found
-        }
-        for case, color in zip(cases, colors, strict=True):
-            for which, line in zip(passes, lines, strict=False):
-                points = []
-                for place, commit in enumerate(commits):
-                    pair = [timed.get((case, which, commit, name)) for name in (OURS, "torch")]
-                    if None not in pair:
-                        ours, torchs = (float(row["microseconds"]) for row in pair if row)
-                        points.append((place, ours / torchs))
-                axis.plot(*zip(*points, strict=True), f"o{line}", color=color)
+    colors, lines = (BLUE, ORANGE, GREEN, PURPLE, RED), ("-", "--", ":", "-.")
+    for axis, device in zip(axes[0], devices, strict=True):
+        found = [row for row in rows if row["device"] == device]
+        timed = by(found, lambda row: (row["case"], row["pass"], row["commit"]))
+        cases, passes, commits = (list(dict.fromkeys(each)) for each in zip(*timed, strict=True))
+        for (case, color), (which, line) in product(
+            zip(cases, colors, strict=True), zip(passes, lines, strict=False)
+        ):
+            points = []
+            for place, commit in enumerate(commits):
+                pair = timed.get((case, which, commit), {})
+                if len(pair) == 2:
+                    ours, torchs = (float(pair[name]["microseconds"]) for name in (OURS, "torch"))
+                    points.append((place, ours / torchs))
+            axis.plot(*zip(*points, strict=True), f"o{line}", color=color)
         axis.axhline(1, color=INK, linewidth=0.8)
         axis.set_xticks(range(len(commits)), commits)
         axis.set_xlim(-0.5, len(commits) - 0.5)
@@ -413,7 +405,9 @@ def draw_lengths(
     axis.set_xlabel(length)
 
 
-def draw_marks(axis: plt.Axes, cases: Mapping[str, Case], figure: str) -> None:
+def draw_marks(
+    axis: plt.Axes, cases: Mapping[str, Case], figure: str, title: str, label: str
+) -> None:
     """A line for each case, with a mark at the figure of each implementation."""
     for name in reversed(MARKS):
         points = [
@@ -428,6 +422,8 @@ def draw_marks(axis: plt.Axes, cases: Mapping[str, Case], figure: str) -> None:
     axis.set_xlim(left=0)
     axis.grid(axis="y", color=GREY, alpha=0.3, linewidth=0.8)
     axis.set_axisbelow(True)
+    axis.set_title(title)
+    axis.set_xlabel(label)
 
 
 def add_legend(figure: plt.Figure, names: set[str]) -> None:

@@ -194,7 +194,7 @@ def generation_table(rows: list[Row]) -> str:
 def passes_table(rows: list[Row], *by: str) -> str:
     """Both passes of each case, in microseconds, in the order of the file."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
+    for row in (each for each in rows if each["microseconds"]):
         found.setdefault(tuple(row[name] for name in by), {})[row["pass"]] = row["microseconds"]
     passes = ("forward", "forward+backward")
     head = [*(name.replace("implementation", "as") for name in by), *(f"{p}, µs" for p in passes)]

@@ -32,7 +32,6 @@ FLASH = "sdpa flash"  # as "sdpa" with no other backend: what runs on mma.sync, 
 ALL = ("eager", "sdpa", SOFTMAX_NAME, NAME)
 WITHOUT_BIAS = ("eager", "sdpa", FLASH, SOFTMAX_NAME, NAME)
 PEERS = ("eager", "sdpa", NAME)
-SOFTMAX_BAR = (SOFTMAX_NAME, "eager", 1.4)
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Case(measure.Case):
     name: the model, with what differs from the published one.
     model: its class; `sizes` are further arguments of its configuration.
     length: tokens of an example; those of the encoder where the decoder has `targets`.
-    bars: (implementation, peer, how many times the peer's tokens per second it should reach).
     checkpointed: layers are computed once more in the backward pass, in every implementation.
     drops: the model has dropout.
     documents: of equal lengths in each example, told by position ids.
@@ -58,7 +56,6 @@ class Case(measure.Case):
     heads: int
     batch: int
     length: int
-    bars: tuple[tuple[str, str, float], ...]
     targets: int = 0
     sizes: Mapping[str, Any] = field(default_factory=dict)
     checkpointed: bool = False
@@ -71,19 +68,6 @@ class Case(measure.Case):
     def tokens(self) -> int:
         """Of one step, those of encoder and decoder."""
         return self.batch * (self.length + self.targets)
-
-    @property
-    def score_bytes(self) -> int:
-        """Of probabilities in bfloat16 that eager attention, at least, holds at its peak."""
-        pairs = self.length**2 + self.targets**2 + self.length * self.targets
-        layers = 1 if self.checkpointed else self.layers
-        return layers * self.batch * self.heads * pairs * torch.bfloat16.itemsize
-
-    @property
-    def mask_bytes(self) -> int:
-        """Of a bool mask of queries x keys, as "sdpa" has for windows and documents."""
-        has_mask = self.documents > 1 or "sliding_window" in self.sizes
-        return self.batch * self.length**2 if has_mask else 0
 
     def tiny(self) -> "Case":
         """This case with sizes that a CPU computes in no time; windows still exclude keys.
@@ -129,48 +113,44 @@ def cases() -> list[Case]:
     no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     groups = {"num_key_value_heads": 8, "head_dim": 64}
-    without_bias, no_slower = (SOFTMAX_BAR, (NAME, "sdpa", 1.0)), ((NAME, "sdpa", 1.0),)
     sizes = {**groups, "intermediate_size": 8192, **no_tokens}
     llama_1b = Case(
-        *("Llama 1B, 2048 tokens", LlamaForCausalLM, 16, 2048, 32, 4, 2048, without_bias),
+        *("Llama 1B, 2048 tokens", LlamaForCausalLM, 16, 2048, 32, 4, 2048),
         implementations=WITHOUT_BIAS,
         sizes=sizes,
     )
     gpt2 = Case(
-        *("GPT-2 medium, 1024 tokens", GPT2LMHeadModel, 24, 1024, 16, 8, 1024, without_bias),
+        *("GPT-2 medium, 1024 tokens", GPT2LMHeadModel, 24, 1024, 16, 8, 1024),
         implementations=WITHOUT_BIAS,
         sizes={**no_dropout, **no_tokens},
     )
     sizes = {"head_dim": 64, "d_ff": 2816, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
     t5 = Case(
         *("T5 large v1.1, 1024 + 512 tokens", T5ForConditionalGeneration, 24, 1024, 16, 16, 1024),
-        bars=(SOFTMAX_BAR, (NAME, "sdpa", 1.5)),
         targets=512,
         sizes={**sizes, "decoder_start_token_id": 0},
     )
     large = {**groups, "head_dim": 128, "intermediate_size": 14336, **no_tokens}
     mistral = Case(
         *("Mistral, 4 layers, 8192 tokens, window 1024", MistralForCausalLM, 4, 4096, 32, 1, 8192),
-        bars=((NAME, "sdpa", 1.5),),
         implementations=PEERS,
         sizes={**large, "sliding_window": 1024},
     )
     sizes = {**groups, "intermediate_size": 2880, "sliding_window": 128}
     gpt_oss = Case(
         *("gpt-oss, 4 layers, 4 experts, 4096 tokens", GptOssForCausalLM, 4, 2880, 64, 2, 4096),
-        bars=(SOFTMAX_BAR, (NAME, "eager", 3.0)),
         implementations=("eager", SOFTMAX_NAME, NAME),
         sizes={**sizes, "num_local_experts": 4, "num_experts_per_tok": 4, **no_tokens},
     )
 
-    def dropping(case: Case, bars: tuple[tuple[str, str, float], ...], **sizes: Any) -> Case:
+    def dropping(case: Case, **sizes: Any) -> Case:
         name = f"{case.name}, dropout"
-        return replace(case, name=name, drops=True, bars=bars, implementations=PEERS, sizes=sizes)
+        return replace(case, name=name, drops=True, implementations=PEERS, sizes=sizes)
 
     name = "GPT-2 medium, 4 layers, 1024 tokens, compiled"
-    compiled = replace(gpt2, name=name, layers=4, compiled=True, bars=no_slower)
+    compiled = replace(gpt2, name=name, layers=4, compiled=True)
     # The host takes longer than the GPU.
-    tiny = {"layers": 12, "width": 256, "heads": 4, "batch": 1, "length": 128, "bars": no_slower}
+    tiny = {"layers": 12, "width": 256, "heads": 4, "batch": 1, "length": 128}
     name = "Llama 1B, 8192 tokens, layers checkpointed"
     checkpointed = replace(llama_1b, name=name, batch=1, length=8192, checkpointed=True)
     name = "Llama, 4 layers, 8 documents of 1024 tokens"
@@ -178,7 +158,7 @@ def cases() -> list[Case]:
     name = "Mistral, 4 layers, 32768 tokens, window 1024"
     return [
         gpt2,
-        dropping(gpt2, no_slower, **no_tokens),
+        dropping(gpt2, **no_tokens),
         replace(compiled, implementations=("sdpa", NAME)),
         replace(
             gpt2,
@@ -189,7 +169,7 @@ def cases() -> list[Case]:
         llama_1b,
         checkpointed,
         t5,
-        dropping(t5, ((NAME, "sdpa", 1.3),), **(t5.sizes | {"dropout_rate": 0.1})),
+        dropping(t5, **(t5.sizes | {"dropout_rate": 0.1})),
         mistral,
         documents,
         replace(mistral, name=name, length=32768, implementations=("sdpa", NAME)),

@@ -3,7 +3,7 @@
 A function takes tensors and returns a tuple of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,19 +18,15 @@ Results = tuple[Tensor, ...]
 Function = Callable[..., Any]
 
 
-def assert_equal(found: Tensor, wanted: Tensor) -> None:
+def assert_equal(found, wanted):
     assert found.equal(wanted)
 
 
-def assert_all_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+def assert_all_equal(found, wanted):
     assert_all_close(found, wanted, assert_equal)
 
 
-def assert_all_close(
-    found: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
-) -> None:
+def assert_all_close(found, wanted, assert_close=torch.testing.assert_close):
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other)
 
@@ -38,7 +34,7 @@ def assert_all_close(
 # The ops themselves
 
 
-def check_op(op: Any, arguments: Sequence[Any], *, is_traced: bool) -> None:
+def check_op(op, arguments, *, is_traced):
     """opcheck, on a CPU with symbolic sizes only if `is_traced`: that takes 95% of its time.
 
     Other cases of the op have its rule of autograd and its sizes traced, and have their own
@@ -53,14 +49,12 @@ def check_op(op: Any, arguments: Sequence[Any], *, is_traced: bool) -> None:
 # Arguments
 
 
-def in_need(arguments: Sequence[Any]) -> list[Tensor]:
+def in_need(arguments):
     """The arguments that require a gradient."""
     return [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
 
 
-def on_cpu_and_gpu(
-    op: Function, loss_of: Callable[[Results], Tensor], arguments: Sequence[Any]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def on_cpu_and_gpu(op, loss_of, arguments):
     """Each result and each gradient of the loss by the op for CPUs, and by that for GPUs."""
     on_gpu = [
         each.detach().cuda().requires_grad_(each.requires_grad)
@@ -75,21 +69,21 @@ def on_cpu_and_gpu(
     return zip(*found, strict=True)
 
 
-def select(inputs: Sequence[Tensor], dims: Sequence[int | None], i: int) -> list[Tensor]:
+def select(inputs, dims, i):
     """Example i of inputs that have their examples at `dims`, None where all share the tensor."""
     return [
         each if dim is None else each.select(dim, i) for each, dim in zip(inputs, dims, strict=True)
     ]
 
 
-def loss_of(outputs: Any) -> Tensor:
+def loss_of(outputs):
     """A number to which every entry of every float contributes, but rows without a visible one."""
     floats = [each.float() for each in outputs if each.is_floating_point()]
     finite = [each.masked_fill(each == -torch.inf, 0) for each in floats]
     return torch.stack([each.sin().mul(each).sum() for each in finite]).sum()
 
 
-def gradients_of(function: Function, *inputs: Tensor) -> Results:
+def gradients_of(function, *inputs):
     outputs = function(*inputs)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     gradients = torch.autograd.grad(loss_of(outputs), in_need(inputs))
@@ -104,13 +98,7 @@ static_and_dynamic = pytest.mark.parametrize(
 )
 
 
-def check_compiled(
-    function: Function,
-    results: Callable[..., Results],
-    inputs: Sequence[Tensor],
-    dynamic: bool,
-    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
-) -> None:
+def check_compiled(function, results, inputs, dynamic, assert_close=torch.testing.assert_close):
     """`results(function, *inputs)`, gradients among them, are those of the compiled function."""
     backend = "inductor" if inputs[0].is_cuda else "aot_eager"
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
@@ -118,11 +106,7 @@ def check_compiled(
     assert_all_close(results(compiled, *inputs), expected, assert_close)
 
 
-def check_compiled_once(
-    function: Function,
-    draw: Callable[[int, int, int], Sequence[Tensor]],
-    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
-) -> None:
+def check_compiled_once(function, draw, assert_close=torch.testing.assert_close):
     """One graph serves all sizes: `draw(batch, rows, columns)` gives inputs of theirs."""
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
@@ -139,12 +123,7 @@ def check_compiled_once(
 # Transforms
 
 
-def check_vmap(
-    function: Function,
-    inputs: Sequence[Tensor],
-    dims: Sequence[int | None],
-    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
-) -> None:
+def check_vmap(function, inputs, dims, assert_close=torch.testing.assert_close):
     """All examples at once give what each gives alone."""
     found = torch.vmap(function, in_dims=tuple(dims))(*inputs)
     count = next(each.shape[dim] for each, dim in zip(inputs, dims, strict=True) if dim is not None)
@@ -153,12 +132,7 @@ def check_vmap(
         assert_close(actual, torch.stack(wanted))
 
 
-def check_gradients_per_example(
-    loss: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    dims: Sequence[int | None],
-    assert_close: Callable[[Tensor, Tensor], None] = torch.testing.assert_close,
-) -> None:
+def check_gradients_per_example(loss, inputs, dims, assert_close=torch.testing.assert_close):
     """vmap of grad gives each example its gradient of every float, shared or not."""
     floats = tuple(i for i, each in enumerate(inputs) if each.is_floating_point())
     gradient = torch.func.grad(loss, argnums=floats)
@@ -173,10 +147,10 @@ def check_gradients_per_example(
 # Training
 
 
-def check_checkpoint(function: Function, inputs: Sequence[Tensor], reentrant: bool) -> None:
+def check_checkpoint(function, inputs, reentrant):
     """Gradients through a checkpoint are the same to the last bit."""
 
-    def again(*tensors: Tensor) -> Any:
+    def again(*tensors):
         return checkpoint(function, *tensors, use_reentrant=reentrant)
 
     found = []
@@ -188,7 +162,7 @@ def check_checkpoint(function: Function, inputs: Sequence[Tensor], reentrant: bo
     assert all(map(bits_equal, *found))
 
 
-def check_autocast_changes_nothing(run: Callable[[], Results], device: str, cast: Any) -> None:
+def check_autocast_changes_nothing(run, device, cast):
     expected = run()
     with torch.autocast(device, dtype=cast):
         actual = run()
@@ -198,7 +172,7 @@ def check_autocast_changes_nothing(run: Callable[[], Results], device: str, cast
 # GPUs
 
 
-def on_late_input(function: Callable[[Tensor], Any], value: Tensor) -> Any:
+def on_late_input(function, value):
     """function(value) on a side stream, where the value arrives late.
 
     Work on another stream comes too early, and reads zeros.
@@ -215,7 +189,7 @@ def on_late_input(function: Callable[[Tensor], Any], value: Tensor) -> Any:
     return results
 
 
-def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(step):
     """A graph of the step, which ran once before, and the results that a replay fills."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -228,7 +202,7 @@ def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, captured
 
 
-def check_cuda_graph(step: Callable[[], Results], inputs: Sequence[Tensor]) -> None:
+def check_cuda_graph(step, inputs):
     """Replays with other inputs. What a launch leaves behind must suit the next."""
     graph, captured = capture(step)
     for _ in range(2):
@@ -240,7 +214,7 @@ def check_cuda_graph(step: Callable[[], Results], inputs: Sequence[Tensor]) -> N
 
 
 @contextmanager
-def without_synchronisation() -> Iterator[None]:
+def without_synchronisation():
     """A block in which an operation that waits for the GPU raises."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -250,9 +224,7 @@ def without_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def check_other_device(
-    run: Callable[[], Results], assert_close: Callable[[Tensor, Tensor], None] = assert_equal
-) -> None:
+def check_other_device(run, assert_close=assert_equal):
     """What runs on cuda:1 gives the same while cuda:0 is current, and stays there."""
     actual = run()
     with torch.cuda.device(1):

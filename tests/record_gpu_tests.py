@@ -7,7 +7,6 @@ The exit code is that of pytest.
 """
 
 import argparse
-import csv
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,17 +18,17 @@ sys.path.append(str(ROOT / "benchmarks"))
 import measure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.csv"
-FIELDS = ["gpu", "torch", "commit", "date", "passed", "failed", "skipped", "failures", "note"]
+FIELDS = ["passed", "failed", "skipped", "failures", "note"]
 
 
 class Recorder:
     """A plugin of pytest that counts what a run ends with."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.counts: dict[str, int] = {}
         self.failures = ""
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter):
         stats = terminalreporter.stats
         failed = [*stats.get("failed", []), *stats.get("error", [])]
         files = Counter(report.nodeid.partition("::")[0] for report in failed)
@@ -38,17 +37,7 @@ class Recorder:
         self.counts["failed"] = len(failed)
 
 
-def append(path: Path, row: dict[str, object]) -> None:
-    """Adds a row to the file, which gets its header first if it is new."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description="Run the tests and record their counts.")
     parser.add_argument("--commit", default="", help="of a copy without git")
     parser.add_argument("--note", default="", help="such as the cause of a failure")
@@ -58,11 +47,9 @@ def main() -> int:
     code = pytest.main(arguments, plugins=[recorder])
     if not recorder.counts:
         return int(code)
-    row = measure.provenance(options.commit) | {
-        "failures": recorder.failures,
-        "note": options.note,
-    }
-    append(options.out, row | recorder.counts)
+    common = measure.provenance(options.commit)
+    with measure.results(options.out, common, FIELDS, resume=True) as write:
+        write(recorder.counts | {"failures": recorder.failures, "note": options.note})
     return int(code)
 
 

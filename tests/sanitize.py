@@ -3,7 +3,6 @@
     python tests/sanitize.py                                    # all tools, all cases
     python tests/sanitize.py --tool racecheck --family attention
     python tests/sanitize.py --tool memcheck --case "NAME"      # what a finding prints
-    python tests/sanitize.py --plant                            # is a fault found?
 
 sanitize_cases.py says what runs: for memcheck all sizes, for the other tools a few. A first pass
 without compute-sanitizer tells by torch's profiler which kernels ran, to be compared with those
@@ -14,8 +13,8 @@ a kernel that never ran.
 """
 
 import argparse
-import csv
 import ctypes
+import itertools
 import os
 import random
 import re
@@ -26,8 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,10 +40,6 @@ sys.path.append(str(ROOT / "benchmarks"))
 import measure  # noqa: E402
 
 FAMILIES = ("softmax", "columns", "topk", "attention")
-FIELDS = [
-    *("gpu", "torch", "commit", "date"),
-    *("tool", "family", "cases", "kernels_run", "kernels", "findings"),
-]
 # In place of a tool, of all sizes and of those of brief runs.
 COVERAGE, BRIEF_COVERAGE = "coverage", "brief coverage"
 # Tools that take all sizes. Others are slow, and look for what does not depend on edges.
@@ -67,17 +60,11 @@ FOUND = 86  # the exit status of compute-sanitizer after a finding
 FIRST_PORT, PORTS = 49152, 16  # of a process of compute-sanitizer
 NEVER_LAUNCHED = ("probe",)  # device.cu asks the driver about it
 
-# One bound less, of one copy.
-PLANTED_IN = "softmax/columns_tile.cuh"
-BOUNDED = "if (row + i < rows) strips[i] = load_strip"
-UNBOUNDED = "strips[i] = load_strip"
-PLANTED_FAMILY = "columns"
-
 
 # Kernels
 
 
-def demangled(symbol: str) -> str:
+def demangled(symbol):
     """By libstdc++, which torch's profiler uses too."""
     standard = ctypes.CDLL("libstdc++.so.6")
     demangle = standard.__cxa_demangle
@@ -91,7 +78,7 @@ def demangled(symbol: str) -> str:
     return name
 
 
-def kernel_name(text: str) -> str:
+def kernel_name(text):
     """A kernel in one spelling: template arguments without namespaces, casts and parameters."""
     name = demangled(text) if text.startswith("_Z") else text
     name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
@@ -101,25 +88,25 @@ def kernel_name(text: str) -> str:
     return re.sub(r"\s*([<>,])\s*", r"\1", name)
 
 
-def family_of(kernel: str) -> str:
+def family_of(kernel):
     """Tiny rows of the softmax have kernels by another name."""
     return kernel.split("_")[0].replace("flat", "softmax")
 
 
-def kernels_of_binary(binary: Path) -> set[str]:
+def kernels_of_binary(binary):
     """Takes cuobjdump under a second: it reads symbols alone."""
     command = [find_tool("cuobjdump"), "--dump-elf-symbols", binary]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return kernels_in(listed)
 
 
-def kernels_in(symbols: str) -> set[str]:
+def kernels_in(symbols):
     """The kernels that cuobjdump lists; a symbol of every architecture and file counts once."""
     found = {kernel_name(name) for name in re.findall(r"STO_ENTRY\s+(\S+)", symbols)}
     return found.difference(NEVER_LAUNCHED)
 
 
-def loaded() -> Path:
+def loaded():
     """The compiled part, loaded, and built before if need be."""
     status = library.load()
     if status.path is None:
@@ -127,7 +114,7 @@ def loaded() -> Path:
     return status.path
 
 
-def find_tool(name: str) -> str:
+def find_tool(name):
     """A program of the CUDA toolkit."""
     nvcc = extension.find_nvcc()
     folders = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
@@ -149,13 +136,13 @@ class Finding:
     lines: list[str]
 
     @property
-    def kernel(self) -> str | None:
+    def kernel(self):
         """The outermost function of this library that it names."""
         found = re.findall(r"(megasoftmax::.*?)\+0x", "\n".join(self.lines))
         return kernel_name(found[-1]) if found else None
 
     @property
-    def is_ours(self) -> bool:
+    def is_ours(self):
         """Whether it may be a fault of this library: initcheck looks at torch's kernels too."""
         text = "\n".join(self.lines)
         return "megasoftmax" in text or re.search(r"\b(at|c10|cub|thrust)::", text) is None
@@ -165,7 +152,6 @@ class Finding:
 class Output:
     """What a process printed."""
 
-    library: str = ""
     cases: list[str] = field(default_factory=list)  # that began
     errors: list[str] = field(default_factory=list)  # cases that raised, and what
     finished: bool = False
@@ -184,14 +170,12 @@ REMARKS = (
 )
 
 
-def parse(text: str) -> Output:
+def parse(text):
     """Lines of the worker, and reports of compute-sanitizer between them."""
     output = Output()
     for line in text.splitlines():
         mark, _, rest = line.partition(": ")
-        if mark == "library":
-            output.library = rest
-        elif mark == "case":
+        if mark == "case":
             output.cases.append(rest)
         elif mark == "error":
             output.errors.append(rest)
@@ -235,7 +219,7 @@ class Done:
     seconds: float
 
 
-def jobs_for(tool: str, chosen: Sequence[Case], count: int) -> list[Job]:
+def jobs_for(tool, chosen, count):
     """Shares of about the same duration: cases of a kind are spread."""
     if tool == "synccheck":  # aborts where clusters have more blocks than all GPUs support
         chosen = [case for case in chosen if not case.has_large_clusters]
@@ -244,7 +228,7 @@ def jobs_for(tool: str, chosen: Sequence[Case], count: int) -> list[Job]:
     return [Job(tool, number, share) for number, share in enumerate(shares) if share]
 
 
-def run_job(job: Job, port: int, seconds: float, environment: dict[str, str]) -> Done:
+def run_job(job, port, seconds):
     """Waits for a process of a job, and ends it when it takes longer."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -269,9 +253,7 @@ def run_job(job: Job, port: int, seconds: float, environment: dict[str, str]) ->
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ
-                | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
-                | environment,
+                env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
             try:
@@ -284,7 +266,7 @@ def run_job(job: Job, port: int, seconds: float, environment: dict[str, str]) ->
     return Done(job, output, why_failed(job, output, status, text), time.perf_counter() - start)
 
 
-def why_failed(job: Job, output: Output, status: int, text: str) -> str | None:
+def why_failed(job, output, status, text):
     """Of a process that did not do its job, whatever it found until then."""
     if status not in (0, FOUND):
         problem = f"ended with status {status}"
@@ -304,11 +286,11 @@ def why_failed(job: Job, output: Output, status: int, text: str) -> str | None:
     return f"{job.tool}, process {job.number}: {problem}; last case: {last}\n{tail}"
 
 
-def run_all(jobs: Sequence[Job], processes: int, seconds: float, **environment: str) -> list[Done]:
+def run_all(jobs, processes, seconds):
     """As many at a time as there are to be processes."""
     with ThreadPoolExecutor(processes) as pool:
         pending = [
-            pool.submit(run_job, job, FIRST_PORT + PORTS * number, seconds, environment)
+            pool.submit(run_job, job, FIRST_PORT + PORTS * number, seconds)
             for number, job in enumerate(jobs)
         ]
         done = [future.result() for future in pending]
@@ -318,13 +300,13 @@ def run_all(jobs: Sequence[Job], processes: int, seconds: float, **environment: 
     return done
 
 
-def work(names: Path, device: str, profiled: bool, is_brief: bool) -> None:
+def work(names, device, profiled, is_brief):
     """What a process runs: marks of cases on stdout, between which the tool prints."""
     by_name = {case.name: case for case in cases()}
     if device == "cuda":
-        print(f"library: {loaded()}", flush=True)
+        loaded()
 
-    def run_cases() -> None:
+    def run_cases():
         for name in names.read_text().splitlines():
             print(f"case: {name}", flush=True)
             try:
@@ -349,9 +331,9 @@ def work(names: Path, device: str, profiled: bool, is_brief: bool) -> None:
 # Reports
 
 
-def report_failures(done: Iterable[Done]) -> int:
+def report_failures(done):
     """Prints findings, kernel by kernel, and failures; how many there are."""
-    found: dict[tuple[str, str | None], list[Finding]] = {}
+    found = {}
     failures, others = [], 0
     for each in done:
         for finding in each.output.findings:
@@ -372,57 +354,25 @@ def report_failures(done: Iterable[Done]) -> int:
     return sum(map(len, found.values())) + len(failures)
 
 
-def table(
-    done: Sequence[Done], tools: Sequence[str], ran: dict[str, set[str]], binary: set[str]
-) -> list[dict[str, object]]:
+def table(done, tools, ran, binary):
     """A line for each tool and family."""
-    lines = []
-    for tool in tools:
-        mine = [each for each in done if each.job.tool == tool]
-        began = Counter(name.split()[0] for each in mine for name in each.output.cases)
-        found = Counter(
-            finding.case.split()[0] if finding.case else ""
-            for each in mine
-            for finding in each.output.findings
-            if finding.is_ours
-        )
-        for family in FAMILIES:
-            if began[family]:
-                lines.append(
-                    {
-                        "tool": tool,
-                        "family": family,
-                        "cases": began[family],
-                        "kernels_run": sum(
-                            family_of(name) == family for name in ran[tool] & binary
-                        ),
-                        "kernels": sum(family_of(name) == family for name in binary),
-                        "findings": found[family],
-                    }
-                )
-    return lines
+    for tool, family in itertools.product(tools, FAMILIES):
+        mine = [each.output for each in done if each.job.tool == tool]
+        cases = sum(name.split()[0] == family for output in mine for name in output.cases)
+        findings = [each for output in mine for each in output.findings if each.is_ours]
+        kernels = {name for name in binary if family_of(name) == family}
+        if cases:
+            yield {
+                "tool": tool,
+                "family": family,
+                "cases": cases,
+                "kernels_run": len(ran[tool] & kernels),
+                "kernels": len(kernels),
+                "findings": sum(each.case.split()[:1] == [family] for each in findings),
+            }
 
 
-def print_table(lines: Sequence[dict[str, object]]) -> None:
-    print(f"\n{'tool':<11}{'family':<11}{'cases':>7}{'kernels':>12}{'findings':>10}")
-    for line in lines:
-        kernels = f"{line['kernels_run']} of {line['kernels']}"
-        print(
-            f"{line['tool']:<11}{line['family']:<11}{line['cases']:>7}{kernels:>12}"
-            f"{line['findings']:>10}"
-        )
-
-
-def write(out: Path, lines: Sequence[dict[str, object]], commit: str) -> None:
-    common = measure.provenance(commit)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(common | line for line in lines)
-
-
-def check(arguments: argparse.Namespace) -> int:
+def check(arguments):
     """Coverage, then the tools."""
     families, tools = arguments.family or FAMILIES, arguments.tool or list(TOOLS)
     chosen = [
@@ -449,49 +399,14 @@ def check(arguments: argparse.Namespace) -> int:
     failures = report_failures(done)
     missed = sorted({name for kernels in ran.values() for name in binary - kernels})
     print("".join(f"\nnever ran: {name}" for name in missed))
-    lines = table(done, tools, ran, binary)
-    print_table(lines)
-    write(arguments.out, lines, arguments.commit)
+    with measure.results(arguments.out, measure.provenance(arguments.commit)) as write:
+        for line in table(done, tools, ran, binary):
+            write(line)
+            print(*line.values(), sep="  ")
     return 1 if failures or missed else 0
 
 
-# A planted fault
-
-
-def plant(arguments: argparse.Namespace) -> int:
-    """Builds a copy whose kernels of columns read past the end: does memcheck say so?"""
-    with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder, "megasoftmax")
-        ignored = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(extension.PACKAGE, package, ignore=ignored)
-        shutil.copytree(extension.CSRC, package / "csrc", dirs_exist_ok=True)
-        source = package / "csrc" / PLANTED_IN
-        text = source.read_text()
-        if text.count(BOUNDED) != 1:
-            raise SystemExit(f"{PLANTED_IN} does not hold exactly one {BOUNDED!r}")
-        source.write_text(text.replace(BOUNDED, UNBOUNDED))
-        build = [sys.executable, "-m", "megasoftmax", "build", "--package"]
-        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"PYTHONPATH": path}
-        subprocess.run(
-            build,
-            cwd=folder,
-            env=os.environ | environment,
-            check=True,
-        )
-        chosen = [case for case in cases() if case.name.split()[0] == PLANTED_FAMILY]
-        count = min(arguments.jobs, len(chosen))
-        jobs = jobs_for("memcheck", chosen, count)
-        done = run_all(jobs, count, arguments.seconds, **environment)
-        if any(not each.output.library.startswith(folder) for each in done):
-            raise SystemExit("the kernels that ran are not those of the copy")
-    found = [finding for each in done for finding in each.output.findings if finding.kernel]
-    report_failures(done)
-    print(f"\nthe planted fault was {'found' if found else 'not found'}: {len(found)} findings")
-    return 0 if found else 1
-
-
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -507,7 +422,6 @@ def main() -> int:
     )
     parser.add_argument("--commit", default="", help="for a copy without git")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
-    parser.add_argument("--plant", action="store_true", help="prove that a fault is found")
     parser.add_argument("--worker", type=Path, help="a file of names of cases to run here")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of --worker")
     parser.add_argument("--profile", action="store_true", help="of --worker: print its kernels")
@@ -519,7 +433,7 @@ def main() -> int:
     if arguments.worker:
         work(arguments.worker, arguments.device, arguments.profile, arguments.brief)
         return 0
-    return plant(arguments) if arguments.plant else check(arguments)
+    return check(arguments)
 
 
 if __name__ == "__main__":

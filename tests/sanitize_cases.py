@@ -10,18 +10,16 @@ import ctypes
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from inputs import KERNELS, attention_kernels, gpu_like
-from torch import Tensor
 
 from megasoftmax.build import extension, library
 from megasoftmax.explain import PACK_BYTES, explain
-from megasoftmax.limits import RowRegime, kernel_limits
+from megasoftmax.limits import kernel_limits
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "backward")
@@ -45,12 +43,12 @@ class Case:
     options: tuple[tuple[str, Any], ...]
 
     @property
-    def name(self) -> str:
+    def name(self):
         """Such as "columns direction=forward dtype=bf16 inner=3"."""
         return " ".join([self.family, *(f"{key}={value}" for key, value in self.options)])
 
     @property
-    def has_large_clusters(self) -> bool:
+    def has_large_clusters(self):
         """Whether it launches clusters of more than 8 blocks, as "cluster_16" does.
 
         Smaller clusters have the same kernels.
@@ -60,12 +58,12 @@ class Case:
             return TOPK_REGIMES[options["regime"]][0] == '"cluster_16"'
         return options.get("regime") in ("cluster_16", "dense_x16", "reread_16", "turns_512x16")
 
-    def run(self, device: str, is_brief: bool = False) -> None:
+    def run(self, device, is_brief=False):
         """Calls the operators, with the same numbers each time; if brief, for fewer sizes."""
         RUN[self.family](Inputs(device, is_brief), **dict(self.options))
 
 
-def cases() -> list[Case]:
+def cases():
     """All of them."""
     rows = {"direction": DIRECTIONS, "dtype": DTYPES, "mask": (False, True), "bias": BIAS_DTYPES}
     topk = {"dtype": DTYPES, "mask": (False, True), "bias": BIAS_DTYPES}
@@ -107,7 +105,7 @@ def cases() -> list[Case]:
     ]
 
 
-def product(family: str, keeps: Callable[..., bool] | None = None, **axes: Any) -> Iterator[Case]:
+def product(family, keeps=None, **axes):
     """A case for each combination, or for those that `keeps` is true of."""
     for values in itertools.product(*axes.values()):
         options = dict(zip(axes, values, strict=True))
@@ -121,7 +119,7 @@ def product(family: str, keeps: Callable[..., bool] | None = None, **axes: Any) 
 class Inputs:
     """Random tensors and other arguments. Layouts and options change from one call to the next."""
 
-    def __init__(self, device: str, is_brief: bool) -> None:
+    def __init__(self, device, is_brief):
         self.device, self.is_brief = device, is_brief
         self.generator = torch.Generator().manual_seed(0)
         self.layouts = itertools.cycle(LAYOUTS)
@@ -132,22 +130,22 @@ class Inputs:
         self.ranged = itertools.cycle(((False, False), (True, True), (True, False), (False, True)))
         self.broadcast = itertools.cycle(((), (-4,), (-4, -3), (-2,)))
 
-    def sizes(self, every: Sequence[Any], brief: Sequence[Any] | None = None) -> Sequence[Any]:
+    def sizes(self, every, brief=None):
         """Those to call an operator for; the last one is brief enough unless it says otherwise."""
         return every if not self.is_brief else every[-1:] if brief is None else brief
 
-    def floats(self, *shape: int, dtype: torch.dtype, layout: str | None = None) -> Tensor:
+    def floats(self, *shape, dtype, layout=None):
         values = torch.randn(shape, generator=self.generator).to(dtype)
         return lay_out(values, layout or next(self.layouts), self.device)
 
-    def mask(self, *shape: int) -> Tensor:
+    def mask(self, *shape):
         """Leaves nothing of the first of several rows."""
         values = torch.rand(shape, generator=self.generator) < 0.3
         if values.shape[-2] > 1:
             values[..., :1, :] = True
         return lay_out(values, next(self.layouts), self.device)
 
-    def ranges(self, *shape: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    def ranges(self, *shape, keys):
         """First and end, or one of them, or none; some are empty, some reach beyond the keys."""
         dims = (i for i, is_one in enumerate(self.beside((*shape, 1))[:-1]) if is_one != 1)
         kept = set(dims)
@@ -160,25 +158,25 @@ class Inputs:
             end.int().to(self.device) if has_end else None,
         )
 
-    def beside(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def beside(self, shape):
         """The shape of a mask or bias, which broadcasts to a shape."""
         dims = next(self.broadcast)
         return tuple(1 if i in dims else size for i, size in enumerate(shape, -len(shape)))
 
-    def sink(self, heads: int) -> tuple[Tensor | None, float | None]:
+    def sink(self, heads):
         """As operators take it: as a tensor or as a number."""
         sink = next(self.sinks)
         if sink != "heads":
             return None, sink
         return self.floats(1, heads, dtype=torch.float32, layout="offset")[0], None
 
-    def dropout(self) -> tuple[float, Tensor | None]:
+    def dropout(self):
         """With the seed, as operators take it."""
         dropout = next(self.dropouts)
         return dropout, torch.tensor([7], device=self.device) if dropout else None
 
 
-def lay_out(values: Tensor, layout: str, device: str) -> Tensor:
+def lay_out(values, layout, device):
     """`values`, which are on the CPU, on the device and in a layout."""
     if layout == "transposed":
         return values.mT.contiguous().to(device).mT
@@ -199,7 +197,7 @@ def lay_out(values: Tensor, layout: str, device: str) -> Tensor:
 
 
 @contextmanager
-def forced(function: str, *rows: int) -> Iterator[None]:
+def forced(function, *rows):
     """Takes rows of the tables in limits.h for the calls inside, where they serve them."""
     path = library.status().path
     if path is None:
@@ -213,7 +211,7 @@ def forced(function: str, *rows: int) -> Iterator[None]:
         force(*[-1] * len(rows))
 
 
-def table_of(header: str, name: str) -> list[list[str]]:
+def table_of(header, name):
     """The cells of a table in a limits.h below csrc, as text."""
     text = (extension.CSRC / header).read_text()
     table = re.search(rf"{name}\[\] = \{{\n(.*?)\n\}};", text, re.DOTALL)
@@ -234,18 +232,16 @@ TILE_ELEMENTS = range(8, 17, 2)  # of a lane
 WINDOWS = {"limited": (-1, 0), "narrow": (5, 0)}
 
 
-def has_kernels(
-    dtype: str, mask: bool, bias: str | None, direction: str = "forward", **_: Any
-) -> bool:
+def has_kernels(dtype, mask, bias, direction="forward", **_):
     """A bias is float32 or has the type of the scores. The backward pass takes no mask."""
     return not (dtype == "fp32" and bias == "same") and not (direction == "backward" and mask)
 
 
-def table_for(direction: str) -> tuple[RowRegime, ...]:
+def table_for(direction):
     return LIMITS.forward if direction == "forward" else LIMITS.backward
 
 
-def find_regime(direction: str, name: str, kind: str) -> int | None:
+def find_regime(direction, name, kind):
     """The row of the table. None if an earlier one serves such rows by the same launch."""
     launches = [
         replace(regime, name="", max_chunks=None, min_rows=0, serves=())
@@ -258,9 +254,7 @@ def find_regime(direction: str, name: str, kind: str) -> int | None:
     return found[0] if found and launches.index(launches[found[0]]) == found[0] else None
 
 
-def is_regime(
-    direction: str, dtype: str, mask: bool, bias: str | None, kind: str, regime: str
-) -> bool:
+def is_regime(direction, dtype, mask, bias, kind, regime):
     """Whether such rows exist, as in plan.h, and the regime serves them."""
     plain = ("plain", "uneven", "limited", "dense", "dense uneven")
     kinds = ("costly",) if bias else ("masked", "costly") if mask else plain
@@ -272,7 +266,7 @@ def is_regime(
     )
 
 
-def lengths_for(direction: str, dtype: str, kind: str, index: int) -> list[int]:
+def lengths_for(direction, dtype, kind, index):
     """Edges, and the longest rows: those that fill registers, or a unit more than blocks have."""
     regime, constants = table_for(direction)[index], LIMITS.constants
     pack = PACK_BYTES // DTYPES[dtype].itemsize
@@ -298,12 +292,12 @@ def lengths_for(direction: str, dtype: str, kind: str, index: int) -> list[int]:
     return sorted(n for n in lengths if found[n].chunks <= chunks)
 
 
-def softmax_tile(given: Inputs, direction: str, dtype: str, lanes: int) -> None:
+def softmax_tile(given, direction, dtype, lanes):
     for elements, less in itertools.product(TILE_ELEMENTS, (1, 0)):
         call_softmax(given, direction, dtype, lanes * elements - less, layout="exact")
 
 
-def softmax_rows(given: Inputs, direction: str, dtype: str, mask: bool, bias: str | None) -> None:
+def softmax_rows(given, direction, dtype, mask, bias):
     """The size alone chooses the regime."""
     for columns, queries in itertools.product(
         given.sizes((*LENGTHS, 2049)), given.sizes((0, QUERIES))
@@ -311,15 +305,7 @@ def softmax_rows(given: Inputs, direction: str, dtype: str, mask: bool, bias: st
         call_softmax(given, direction, dtype, columns, mask, bias, queries, has_ranges=True)
 
 
-def softmax_regime(
-    given: Inputs,
-    direction: str,
-    dtype: str,
-    mask: bool,
-    bias: str | None,
-    kind: str,
-    regime: str,
-) -> None:
+def softmax_regime(given, direction, dtype, mask, bias, kind, regime):
     index = find_regime(direction, regime, kind)
     assert index is not None
     takes_turns = table_for(direction)[index].takes_turns
@@ -337,16 +323,14 @@ def softmax_regime(
             call_softmax(given, direction, dtype, columns, *options, has_sinks=not is_dense)
 
 
-def softmax_bias_gradient(given: Inputs, dtype: str, regime: str) -> None:
+def softmax_bias_gradient(given, dtype, regime):
     sizes, gpu = sizes_for_sums(dtype, regime)
     with gpu:
         for columns, queries in given.sizes(sizes):
             call_softmax(given, "backward", dtype, columns, False, "same", queries)
 
 
-def is_regime_with_dropout(
-    direction: str, dtype: str, mask: bool, bias: str | None, regime: str
-) -> bool:
+def is_regime_with_dropout(direction, dtype, mask, bias, regime):
     """With a bias, rows with a mask and without one take the same kernel."""
     return (
         not (dtype == "fp32" and bias == "same")
@@ -355,9 +339,7 @@ def is_regime_with_dropout(
     )
 
 
-def softmax_dropout(
-    given: Inputs, direction: str, dtype: str, mask: bool, bias: str | None, regime: str
-) -> None:
+def softmax_dropout(given, direction, dtype, mask, bias, regime):
     index = find_regime(direction, regime, "dropped")
     assert index is not None
     takes_turns = table_for(direction)[index].takes_turns
@@ -375,7 +357,7 @@ def softmax_dropout(
                 )
 
 
-def softmax_dropout_bias_gradient(given: Inputs, dtype: str, regime: str, bias: str) -> None:
+def softmax_dropout_bias_gradient(given, dtype, regime, bias):
     masks = itertools.cycle((False, True))
     sizes, gpu = sizes_for_sums(dtype, regime, drops=True)
     with gpu:
@@ -384,29 +366,25 @@ def softmax_dropout_bias_gradient(given: Inputs, dtype: str, regime: str, bias: 
             call_softmax(given, "backward", dtype, columns, *options, drops=True)
 
 
-def is_summed(dtype: str, regime: str, bias: str | None = None) -> bool:
+def is_summed(dtype, regime, bias=None):
     """The bias is read with dropout only."""
     is_twice = dtype == "fp32" and bias == "same"
     return not is_twice and bool(sizes_for_sums(dtype, regime, drops=bias is not None)[0])
 
 
-def sizes_for_sums(
-    dtype: str, regime: str, drops: bool = False
-) -> tuple[list[tuple[int, int]], AbstractContextManager[None]]:
+def sizes_for_sums(dtype, regime, drops=False):
     """Columns and queries for which the table chooses the regime, and the GPU that is acted then.
 
     It cannot be forced. The last regimes are chosen on compute capability 7.5 alone.
     """
     found = sizes_of_table(dtype, regime, drops)
-    if found or not torch.cuda.is_available():
-        gpu: AbstractContextManager[None] = nullcontext()
-    else:
-        gpu = gpu_like("7.5")
+    needs_other = not found and torch.cuda.is_available()
+    gpu = gpu_like("7.5") if needs_other else nullcontext()
     return found or sizes_of_table(dtype, regime, drops, shared_bytes=65536, max_cluster=1), gpu
 
 
 @functools.cache
-def sizes_of_table(dtype: str, regime: str, drops: bool, **gpu: int) -> list[tuple[int, int]]:
+def sizes_of_table(dtype, regime, drops, **gpu):
     """The first three, at the edges of chunks where regimes end."""
     pack = PACK_BYTES // DTYPES[dtype].itemsize
     ends = {row.max_chunks for row in LIMITS.backward if row.max_chunks}
@@ -418,33 +396,33 @@ def sizes_of_table(dtype: str, regime: str, drops: bool, **gpu: int) -> list[tup
                 if row.max_chunks is None or end <= row.max_chunks:
                     edges.add((end * pack + more, queries))
 
-    def is_chosen(edge: tuple[int, int]) -> bool:
+    def is_chosen(edge):
         return regime_for_sums(dtype, *edge, drops, **gpu) == regime
 
     return [*itertools.islice(filter(is_chosen, sorted(edges)), 3)]
 
 
 @functools.cache
-def regime_for_sums(dtype: str, columns: int, queries: int, drops: bool, **gpu: int) -> str:
+def regime_for_sums(dtype, columns, queries, drops, **gpu):
     options = {"bias_gradient": True, "backward": True, "dropout": drops, **gpu}
     return explain(BATCHES * HEADS * queries, columns, DTYPES[dtype], **options).regime.name
 
 
 def call_softmax(
-    given: Inputs,
-    direction: str,
-    dtype: str,
-    columns: int,
-    mask: bool = False,
-    bias: str | None = None,
-    queries: int = QUERIES,
-    window: tuple[int, int] = (-1, -1),
-    layout: str | None = None,
-    has_ranges: bool = False,
-    drops: bool = False,
-    sums_bias: bool = True,
-    has_sinks: bool = True,
-) -> None:
+    given,
+    direction,
+    dtype,
+    columns,
+    mask=False,
+    bias=None,
+    queries=QUERIES,
+    window=(-1, -1),
+    layout=None,
+    has_ranges=False,
+    drops=False,
+    sums_bias=True,
+    has_sinks=True,
+):
     """Ranges and sinks, if it has any, are those that come next: there may be none."""
     shape, element = (BATCHES, HEADS, queries, columns), DTYPES[dtype]
     scale, out = next(given.scales), element if next(given.flags) else torch.float32
@@ -470,8 +448,7 @@ def call_softmax(
     if drops:
         scores = probabilities
         OPS.softmax_dropout_backward(
-            *(gradient, scores, *rows, scale, excluded, bias_tensor),
-            *(*options, *wanted, *dropout),
+            *(gradient, scores, *rows, scale, excluded, bias_tensor), *(*options, *wanted, *dropout)
         )
     else:
         OPS.softmax_backward(
@@ -482,7 +459,7 @@ def call_softmax(
 # Softmax over an earlier dimension
 
 
-def softmax_columns(given: Inputs, direction: str, dtype: str, inner: int) -> None:
+def softmax_columns(given, direction, dtype, inner):
     """`inner` decides how many elements a thread reads at a time where the tensor is aligned."""
     layouts = itertools.cycle(LAYOUTS[:2])  # contiguous ones
     # One block, a cluster, one that reads again.
@@ -516,17 +493,17 @@ TOPK_BACKWARD_CHUNKS = tuple(
 )
 
 
-def is_topk_tile(dtype: str, k: int, chunks: int) -> bool:
+def is_topk_tile(dtype, k, chunks):
     return k <= chunks * PACK_BYTES // DTYPES[dtype].itemsize
 
 
-def topk_tile(given: Inputs, dtype: str, k: int, chunks: int) -> None:
+def topk_tile(given, dtype, k, chunks):
     for rows in given.sizes((1, 257, 7)):
         columns = chunks * PACK_BYTES // DTYPES[dtype].itemsize
         call_topk(given, dtype, (1, rows, columns), k, layout="exact")
 
 
-def topk_forward(given: Inputs, dtype: str, mask: bool, bias: str | None, regime: int) -> None:
+def topk_forward(given, dtype, mask, bias, regime):
     _, threads, _, chunks, blocks, *_ = TOPK_REGIMES[regime]
     pack = PACK_BYTES // DTYPES[dtype].itemsize
     unit = int(threads) * int(chunks) * pack
@@ -539,7 +516,7 @@ def topk_forward(given: Inputs, dtype: str, mask: bool, bias: str | None, regime
             call_topk(given, dtype, shape, min(next(ks), columns), mask, bias)
 
 
-def topk_backward(given: Inputs, dtype: str, mask: bool, bias: str | None, chunks: int) -> None:
+def topk_backward(given, dtype, mask, bias, chunks):
     pack = PACK_BYTES // DTYPES[dtype].itemsize
     ks = itertools.cycle((0, 1, 8, 200))
     for columns in given.sizes((*LENGTHS, chunks * pack - 1, chunks * pack)):
@@ -548,16 +525,7 @@ def topk_backward(given: Inputs, dtype: str, mask: bool, bias: str | None, chunk
             call_topk(given, dtype, shape, k, mask, bias, layout, backward=True)
 
 
-def call_topk(
-    given: Inputs,
-    dtype: str,
-    shape: tuple[int, ...],
-    k: int,
-    mask: bool = False,
-    bias: str | None = None,
-    layout: str | None = None,
-    backward: bool = False,
-) -> None:
+def call_topk(given, dtype, shape, k, mask=False, bias=None, layout=None, backward=False):
     element, scale, renormalize = DTYPES[dtype], next(given.scales), next(given.flags)
     logits = given.floats(*shape, dtype=element, layout=layout)
     excluded = given.mask(*given.beside(shape)) if mask else None
@@ -582,7 +550,7 @@ def call_topk(
 # Attention
 
 
-def dims_of(table: str, *, is_float: bool = False) -> tuple[int, ...]:
+def dims_of(table, *, is_float=False):
     """Of the rows for 16 bits, or for float32, which tell the bytes of an element."""
     columns = 6 if is_float else 5
     rows = table_of("attention/limits.h", table)
@@ -637,9 +605,7 @@ TILE_BIASES = ("dense", "shared")  # those that tensor copies take
 MASKINGS = ("none", "causal", "window", "mask", "mask of keys", "ranges", "blocks")
 
 
-def is_attention(
-    dtype: str, dim: int, bias: str, bias_dtype: str | None, kernels: str, **_: Any
-) -> bool:
+def is_attention(dtype, dim, bias, bias_dtype, kernels, **_):
     """Hopper's own kernels take few head dimensions and kinds of bias; the others run there too."""
     is_wide = dtype == "fp32"
     is_tile = bias in TILE_BIASES and bias_dtype != "fp32"
@@ -652,7 +618,7 @@ def is_attention(
     return (bias == "none") == (bias_dtype is None) and has_one_dtype and are_there[kernels]
 
 
-def attention(given: Inputs, kernels: str, **options: Any) -> None:
+def attention(given, kernels, **options):
     """Forward and backward."""
     sizes = given.sizes(ATTENTION_SIZES, BRIEF_ATTENTION_SIZES[kernels])
     if kernels == "own":  # they take no broadcast dimensions, and a bias whose rows are aligned
@@ -664,15 +630,7 @@ def attention(given: Inputs, kernels: str, **options: Any) -> None:
         call_attention(given, sizes, **options)
 
 
-def call_attention(
-    given: Inputs,
-    sizes: Sequence[tuple[int, int]],
-    dtype: str,
-    dim: int,
-    bias: str,
-    bias_dtype: str | None,
-    deterministic: bool,
-) -> None:
+def call_attention(given, sizes, dtype, dim, bias, bias_dtype, deterministic):
     element = DTYPES[dtype]
     maskings, key_heads = itertools.cycle(MASKINGS), itertools.cycle((HEADS, 1))
     # Of two cases, each size takes either kernels of float32.
@@ -726,12 +684,12 @@ def call_attention(
         )
 
 
-def takes_turns(dtype: str, dim: int, **_: Any) -> bool:
+def takes_turns(dtype, dim, **_):
     """float32 has portable kernels alone."""
     return dtype != "fp32" or dim in HEAD_DIMS[True]
 
 
-def attention_in_turns(given: Inputs, dtype: str, dim: int, bias: str) -> None:
+def attention_in_turns(given, dtype, dim, bias):
     """So many heads that blocks of keys take turns in deterministic mode; Hopper's kernels too."""
     batches, heads = 150, 2
     for queries, keys in given.sizes(((70, 200), (140, 264)), ((70, 200),)):
@@ -756,7 +714,7 @@ def attention_in_turns(given: Inputs, dtype: str, dim: int, bias: str) -> None:
             )
 
 
-def attention_wide(given: Inputs, dtype: str, has_bias: bool) -> None:
+def attention_wide(given, dtype, has_bias):
     """Head dimensions beyond kMaxHeadDim, forward; values are the first columns of keys, or not."""
     wide = tuple(
         kernel_limits().attention[name] for name in ("kMaxWideHeadDim", "kMaxWideValueDim")
@@ -795,7 +753,7 @@ def attention_wide(given: Inputs, dtype: str, has_bias: bool) -> None:
 
 
 OPS = torch.ops.megasoftmax
-RUN: dict[str, Callable[..., None]] = {
+RUN = {
     "softmax tile": softmax_tile,
     "softmax rows": softmax_rows,
     "softmax regime": softmax_regime,

@@ -57,10 +57,10 @@ def test_attention_takes_the_type_of_sdpa(dtypes, cast, device):
         expected = sdpa(*inputs)
     assert expected.dtype == (dtypes[0] if dtypes[0] == torch.float64 else cast)
 
-    def attention(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def attention(*inputs):
         return megasoftmax.attention(*inputs, causal=True, return_lse=True)
 
-    def cast_before(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def cast_before(*inputs):
         return attention(*(each.to(expected.dtype) for each in inputs))
 
     wanted = outputs_and_gradients(cast_before, *inputs)
@@ -83,7 +83,7 @@ def test_bias_and_sink_keep_their_types(make, device):
     bias = 1e3 + normal(1, SHAPE[1], 1, length, device=device).requires_grad_()
     sink = 1e3 + normal(SHAPE[1], device=device).requires_grad_()
 
-    def function(bias: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    def function(bias, sink):
         bias = make(bias)
         if isinstance(bias, Tensor):
             bias = bias[..., : SHAPE[2]]
@@ -143,11 +143,11 @@ def test_compile(inside, device):
     half = normal(*SHAPE, device=device, dtype=torch.bfloat16)
     module = scale_mask_softmax(torch.bfloat16)
 
-    def function(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def function(*inputs):
         output, lse = megasoftmax.attention(*inputs, return_lse=True)
         return output, lse, megasoftmax.softmax(half), module(inputs[0], None)
 
-    def with_autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def with_autocast(*inputs):
         with torch.autocast(device, torch.bfloat16):
             return function(*inputs)
 

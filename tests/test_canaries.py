@@ -33,7 +33,7 @@ CONTIGUOUS = ("aligned", "misaligned", "end of storage")
 Call = tuple[Callable[..., Any], tuple[Any, ...]]  # an operator and its arguments
 
 
-def place(values: Tensor, layout: str, has_canaries: bool) -> tuple[Tensor, Tensor]:
+def place(values, layout, has_canaries):
     """The same values in a buffer, and the buffer."""
     start, gap, behind = LAYOUTS[layout]
     columns = values.shape[-1]
@@ -47,11 +47,11 @@ def place(values: Tensor, layout: str, has_canaries: bool) -> tuple[Tensor, Tens
     return placed.copy_(values), buffer
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
 
-def results(call: Call, layout: str, has_canaries: bool) -> list[Tensor]:
+def results(call, layout, has_canaries):
     """What the operator returns; none of its arguments, nor what is beside them, may change."""
     operator, arguments = call
     given, buffers = [], []
@@ -67,7 +67,7 @@ def results(call: Call, layout: str, has_canaries: bool) -> list[Tensor]:
     return [returned] if isinstance(returned, Tensor) else list(returned)
 
 
-def check(call: Call, layouts: tuple[str, ...] = tuple(LAYOUTS), what: str = "") -> None:
+def check(call, layouts=tuple(LAYOUTS), what=""):
     """Plain torch, on a CPU, knows no alignment: the last two layouts do."""
     first, *_ = call[1]
     for layout in layouts if first.is_cuda else layouts[-2:]:
@@ -79,14 +79,14 @@ def check(call: Call, layouts: tuple[str, ...] = tuple(LAYOUTS), what: str = "")
             assert torch.equal(*map(bits, pair)), message
 
 
-def lengths_on(device: str) -> tuple[int, ...]:
+def lengths_on(device):
     """Plain torch, on a CPU, is the same for all."""
     return LENGTHS if device == "cuda" else (1, 8, 9)
 
 
 # Shapes of a mask or bias for scores of that shape
 
-SHAPES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+SHAPES = {
     "full": lambda shape: shape,
     "keys": lambda shape: (shape[0], *(1 for _ in shape[1:-1]), shape[-1]),
     "rows": lambda shape: (*(1 for _ in shape[:-2]), shape[-2], 1),
@@ -108,9 +108,7 @@ companions = pytest.mark.parametrize("beside", COMPANIONS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def mask_and_bias(
-    beside: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
-) -> tuple[Tensor | None, Tensor | None]:
+def mask_and_bias(beside, shape, dtype, device):
     of_mask, of_bias, is_float = COMPANIONS[beside]
     mask = coin(*SHAPES[of_mask](shape), device=device) if of_mask else None
     bias_dtype = torch.float32 if is_float else dtype
@@ -118,7 +116,7 @@ def mask_and_bias(
     return mask, bias
 
 
-def bounds(keys: int, device: str, queries: int = QUERIES) -> tuple[Tensor, Tensor]:
+def bounds(keys, device, queries=QUERIES):
     """Ranges, some of them empty, and some that reach beyond the keys."""
     generator = torch.Generator().manual_seed(2)
     shape = (BATCHES, 1, queries)
@@ -134,9 +132,7 @@ def bounds(keys: int, device: str, queries: int = QUERIES) -> tuple[Tensor, Tens
 @dtypes
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)], ids=str)
 @pytest.mark.parametrize("op", ["forward", "backward", "dropout_backward"])
-def test_softmax(
-    op: str, beside: str, dtype: torch.dtype, window: tuple[int, int], device: str
-) -> None:
+def test_softmax(op, beside, dtype, window, device):
     for length in lengths_on(device):
         shape = (BATCHES, HEADS, QUERIES, length)
         mask, bias = mask_and_bias(beside, shape, dtype, device)
@@ -163,7 +159,7 @@ def test_softmax(
 
 @dtypes
 @pytest.mark.parametrize("inner", [3, 6, 16])
-def test_softmax_of_columns(inner: int, dtype: torch.dtype, device: str) -> None:
+def test_softmax_of_columns(inner, dtype, device):
     for length in lengths_on(device):
         shape = (BATCHES, length, inner)
         scores = normal(*shape, device=device, dtype=dtype)
@@ -183,7 +179,7 @@ def test_softmax_of_columns(inner: int, dtype: torch.dtype, device: str) -> None
 @companions
 @dtypes
 @pytest.mark.parametrize("k", [1, 8, 200])
-def test_topk(beside: str, dtype: torch.dtype, k: int, device: str) -> None:
+def test_topk(beside, dtype, k, device):
     for length in lengths_on(device):
         shape = (BATCHES, QUERIES, length)
         logits = normal(*shape, device=device, dtype=dtype)
@@ -202,7 +198,7 @@ def test_topk(beside: str, dtype: torch.dtype, k: int, device: str) -> None:
 
 # Attention
 
-ATTENTION_BIASES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+ATTENTION_BIASES = {
     "dense": lambda queries, keys: (BATCHES, HEADS, queries, keys),
     "shared": lambda queries, keys: (1, HEADS, queries, keys),
     "keys": lambda queries, keys: (BATCHES, 1, 1, keys),
@@ -215,9 +211,7 @@ ATTENTION_BIASES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 @pytest.mark.parametrize("dim", [8, *(pytest.param(dim, marks=gpu) for dim in (64, 80, 256))])
 @pytest.mark.parametrize("is_float", [False, True], ids=["same", "float32"])
 @pytest.mark.parametrize("of_bias", [None, *ATTENTION_BIASES])
-def test_attention(
-    of_bias: str | None, is_float: bool, dim: int, dtype: torch.dtype, device: str
-) -> None:
+def test_attention(of_bias, is_float, dim, dtype, device):
     """Few queries take kernels of their own; the keys of 2049 are split."""
     if dtype == torch.float32 and dim > 128:
         pytest.skip("no kernels")

@@ -1,13 +1,10 @@
 """softmax over a dimension that is not the last, against the oracle; the ops of columns."""
 
-from typing import Any
-
 import op_checks
 import oracle
 import pytest
 import torch
 from inputs import DTYPES, DTYPES_OF_KERNELS
-from torch import Tensor
 
 import megasoftmax
 from megasoftmax import dispatch, why_not_fused
@@ -23,20 +20,20 @@ columns_forward = torch.ops.megasoftmax.softmax_columns_forward.default
 class Path:
     """A device, and how softmax runs there."""
 
-    def __init__(self, device: str, fused: bool) -> None:
+    def __init__(self, device, fused):
         self.device, self.fused = device, fused
 
-    def softmax(self, scores: Tensor, **arguments: Any) -> Any:
+    def softmax(self, scores, **arguments):
         return megasoftmax.softmax(scores, **({"fused": self.fused} | arguments))
 
-    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    def normal(self, *shape, dtype=torch.float32, seed=0):
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.randn(shape, generator=generator, device=self.device).to(dtype)
 
-    def coin(self, *shape: int, seed: int = 1) -> Tensor:
+    def coin(self, *shape, seed=1):
         return self.normal(*shape, seed=seed) < -0.5
 
-    def check(self, scores: Tensor, dim: int, **arguments: Any) -> tuple[Tensor, ...]:
+    def check(self, scores, dim, **arguments):
         """Against the oracle, which is given a view with `dim` last; so are the results."""
         rank = scores.dim()
         shapes = {}
@@ -46,7 +43,7 @@ class Path:
                 shapes[name] = tensor.shape
                 arguments[name] = tensor[(None,) * (rank - tensor.dim())].movedim(dim, -1)
 
-        def function(moved: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        def function(moved, **given):
             for name, shape in shapes.items():
                 given[name] = given[name].movedim(-1, dim).reshape(shape)
             original = moved.movedim(-1, dim)
@@ -61,7 +58,7 @@ class Path:
 
 
 @pytest.fixture(params=["reference", "operators", pytest.param("cuda", marks=gpu)])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+def path(request, monkeypatch):
     """In plain torch, through the CPU implementations of the ops, and in the kernels."""
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -104,7 +101,7 @@ LARGE += [(2, 9, 70001), (70001, 2, 2), (1, 2, 5_000_011)]
         ),
     ],
 )
-def test_data(path: Path, shape: tuple[int, ...], dims: Any, dtypes: Any, options: Any) -> None:
+def test_data(path, shape, dims, dtypes, options):
     for dtype, out in dtypes:
         if path.device == "cuda" and dtype == torch.float64:
             path.fused = False
@@ -114,20 +111,20 @@ def test_data(path: Path, shape: tuple[int, ...], dims: Any, dtypes: Any, option
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
-def test_offset_of_all_scores(path: Path, offset: float) -> None:
+def test_offset_of_all_scores(path, offset):
     path.check(path.normal(2, 137, 9) + offset, 1, scale=0.125)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", LARGE)
-def test_large_sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_large_sizes(shape, dtype):
     path = Path("cuda", True)
     path.check(path.normal(*shape, dtype=dtype), 1)
 
 
 @gpu
-def test_more_than_2_to_the_31_elements() -> None:
+def test_more_than_2_to_the_31_elements():
     shape, dtype = (2, 40000, 30000), torch.bfloat16
     scores = torch.empty(shape, device="cuda", dtype=dtype).normal_().requires_grad_()
     p, lse = megasoftmax.softmax(scores, dim=1, return_lse=True, fused=True)
@@ -144,7 +141,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("huge", [3e38, -3e38])
 @pytest.mark.parametrize("length", [4, 64, 3000])
-def test_scale_of_huge_scores_does_not_overflow(path: Path, huge: float, length: int) -> None:
+def test_scale_of_huge_scores_does_not_overflow(path, huge, length):
     scores = torch.full((2, length, 3), -abs(huge), device=path.device, dtype=torch.bfloat16)
     scores[:, 1] = scores[:, length - 1] = huge
     p = path.softmax(scores, scale=3.0, dim=1)
@@ -154,9 +151,7 @@ def test_scale_of_huge_scores_does_not_overflow(path: Path, huge: float, length:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("length", [9, 64, 1003])
-def test_nan_or_infinity_makes_its_column_nan(
-    path: Path, value: float, dtype: torch.dtype, length: int
-) -> None:
+def test_nan_or_infinity_makes_its_column_nan(path, value, dtype, length):
     scores = path.normal(3, length, 10, dtype=dtype)
     scores[1, length // 2, 3] = value
     p, lse, d_scores = path.check(scores, 1)
@@ -169,7 +164,7 @@ def test_nan_or_infinity_makes_its_column_nan(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [9, 64, 1003])
-def test_minus_infinity(path: Path, dtype: torch.dtype, length: int) -> None:
+def test_minus_infinity(path, dtype, length):
     scores = path.normal(3, length, 10, dtype=dtype)
     scores[0, :, 3] = -INF
     scores[1, 1:, 4] = -INF
@@ -185,7 +180,7 @@ def test_minus_infinity(path: Path, dtype: torch.dtype, length: int) -> None:
     assert (d_scores[2, :, :5] == 0).all()
 
 
-def test_nan_gradient_of_an_entry_spreads(path: Path) -> None:
+def test_nan_gradient_of_an_entry_spreads(path):
     g = path.normal(3, 10, 37, seed=2)
     g[1, 2, 7] = NAN
     *_, d_scores = path.check(path.normal(3, 37, 10), 1, g=g)
@@ -194,7 +189,7 @@ def test_nan_gradient_of_an_entry_spreads(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lowest_scores_are_uniform(path: Path, dtype: torch.dtype) -> None:
+def test_lowest_scores_are_uniform(path, dtype):
     flat = torch.full((3, 16, 4), torch.finfo(dtype).min, dtype=dtype, device=path.device)
     assert (path.softmax(flat, dim=1) == 1 / 16).all()
 
@@ -205,7 +200,7 @@ def test_lowest_scores_are_uniform(path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("shape", [(4, 9, 6), (9, 6), (6,), (4, 1, 1), (1, 9, 1), (1, 1)])
-def test_mask_and_bias(path: Path, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+def test_mask_and_bias(path, shape, dim, dtype):
     scores = path.normal(4, 9, 6, dtype=dtype)
     mask = path.coin(*shape)
     bias = path.normal(*shape, dtype=dtype, seed=2)
@@ -219,7 +214,7 @@ def test_mask_and_bias(path: Path, shape: tuple[int, ...], dim: int, dtype: torc
 
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 @pytest.mark.parametrize("shape", [None, (), (1,), (1, 1, 1)])
-def test_sink(path: Path, shape: tuple[int, ...] | None, dim: int) -> None:
+def test_sink(path, shape, dim):
     sink = 0.3
     if shape is not None:
         sink = torch.full(shape, 0.3, device=path.device).requires_grad_()
@@ -228,7 +223,7 @@ def test_sink(path: Path, shape: tuple[int, ...] | None, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_column_with_nothing_left_is_zero(path: Path, dim: int) -> None:
+def test_column_with_nothing_left_is_zero(path, dim):
     mask = torch.zeros(6, 6, dtype=torch.bool, device=path.device)
     mask.select(1 - dim, 2).fill_(True)
     p, lse, d_scores = path.check(path.normal(6, 6), dim, mask=mask)
@@ -237,7 +232,7 @@ def test_column_with_nothing_left_is_zero(path: Path, dim: int) -> None:
     assert lse[2] == -INF
 
 
-def test_dim_before_ones_is_a_view(path: Path) -> None:
+def test_dim_before_ones_is_a_view(path):
     """Such columns are rows, causality apart."""
     scores = path.normal(3, 37, 1, 1)
     rows = path.softmax(scores[..., 0, 0])
@@ -248,28 +243,18 @@ def test_dim_before_ones_is_a_view(path: Path) -> None:
 # Strides, and what is given
 
 
-def test_strides_of_scores(path: Path) -> None:
+def test_strides_of_scores(path):
     wide = path.normal(4, 40, 12)
-    for scores in (
-        wide[1:3],
-        wide[:, 3:],
-        wide[:, ::2],
-        wide[..., 1:],
-        wide[..., ::3],
-        wide.transpose(0, 1),
-        wide.transpose(1, 2),
-        wide.permute(2, 0, 1),
-        wide[:, :1].expand(-1, 7, -1),
-        wide[:1].expand(3, -1, -1),
-        wide[..., :1].expand(-1, -1, 5),
-        wide.view(-1)[1:1201].view(3, 40, 10),
-    ):
+    views = [wide[1:3], wide[:, 3:], wide[:, ::2], wide[..., 1:], wide[..., ::3]]
+    views += [wide.transpose(0, 1), wide.transpose(1, 2), wide.permute(2, 0, 1)]
+    views += [wide[:, :1].expand(-1, 7, -1), wide[:1].expand(3, -1, -1)]
+    for scores in (*views, wide[..., :1].expand(-1, -1, 5), wide.view(-1)[1:1201].view(3, 40, 10)):
         for dim in range(3):
             path.check(scores, dim)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strides_of_gradients(path: Path, dtype: torch.dtype) -> None:
+def test_strides_of_gradients(path, dtype):
     scores = path.normal(3, 20, 10, dtype=dtype).requires_grad_()
     p, lse = path.softmax(scores, dim=1, return_lse=True)
     whole, h = path.normal(3, 20, 10, dtype=dtype, seed=2), path.normal(3, 10, seed=3)
@@ -297,7 +282,7 @@ def test_strides_of_gradients(path: Path, dtype: torch.dtype) -> None:
     "shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0), (0, 4), (4, 0), (2, 0, 3, 4)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_empty(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_empty(path, shape, dtype):
     scores = path.normal(*shape, dtype=dtype)
     for dim in range(len(shape)):
         path.check(scores, dim)
@@ -307,11 +292,11 @@ def test_empty(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_call_gives_the_same_bits(path: Path, dtype: torch.dtype) -> None:
+def test_the_same_call_gives_the_same_bits(path, dtype):
     scores = path.normal(5, 130, 70, dtype=dtype).requires_grad_()
     g = oracle.random_like(scores, 1)
 
-    def run(part: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def run(part):
         p, lse = path.softmax(scores[part], dim=1, return_lse=True)
         return p, lse, torch.autograd.grad(p, scores, g[part])[0][part]
 
@@ -321,13 +306,13 @@ def test_the_same_call_gives_the_same_bits(path: Path, dtype: torch.dtype) -> No
             assert a[part].equal(b)
 
 
-def test_compiled_beside_a_mask(path: Path) -> None:
+def test_compiled_beside_a_mask(path):
     """All dimensions are moved there. test_ops.py compiles the op of columns."""
 
-    def function(scores: Tensor) -> Any:
+    def function(scores):
         return path.softmax(scores, scale=0.5, mask=scores[:, :, :1] > 1, dim=0, return_lse=True)
 
-    def draw(*sizes: int) -> list[Tensor]:
+    def draw(*sizes):
         return [path.normal(*sizes, 4).requires_grad_()]
 
     op_checks.check_compiled_once(function, draw)
@@ -346,7 +331,7 @@ def test_compiled_beside_a_mask(path: Path) -> None:
         ({"fused": False}, None),
     ],
 )
-def test_which_op_runs(arguments: dict[str, Any], name: str | None) -> None:
+def test_which_op_runs(arguments, name):
     scores = torch.randn(3, 40, 50, device="cuda")
     with torch.profiler.profile() as profile:
         actual = megasoftmax.softmax(scores, dim=1, **arguments)
@@ -378,7 +363,7 @@ def test_which_op_runs(arguments: dict[str, Any], name: str | None) -> None:
         ({"dim": 0, "mask": torch.zeros(2, 4, 3).bool()}, ValueError, r"mask: .*\(2, 3, 4\)"),
     ],
 )
-def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(arguments, error, message):
     scores = torch.zeros(2, 3, 4)
     with pytest.raises(error, match="^" + message):
         megasoftmax.softmax(scores, **arguments)
@@ -387,7 +372,7 @@ def test_errors(arguments: dict[str, Any], error: type[Exception], message: str)
 
 
 @pytest.mark.parametrize("dim", [-1, 2])
-def test_last_dimension_by_either_name(dim: int) -> None:
+def test_last_dimension_by_either_name(dim):
     scores, sink = torch.randn(2, 3, 4), torch.randn(2)
     actual = megasoftmax.softmax(scores, dim=dim, causal=True, window=(2, 1), sink=sink)
     assert actual.equal(megasoftmax.softmax(scores, causal=True, window=(2, 1), sink=sink))

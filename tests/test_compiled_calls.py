@@ -1,8 +1,6 @@
 """What torch.compile makes of calls: which ops they become, and what guards they leave."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import op_checks
 import processes
@@ -10,7 +8,6 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from op_families import QUERIES, SHAPE
-from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -37,7 +34,7 @@ def test_compiled_code_calls_ops_without_rules_of_autograd(case, monkeypatch):
     function, count = COMPILED[case]
     found = []
 
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def keep(graph, _):
         found.extend(node.target for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
@@ -47,7 +44,7 @@ def test_compiled_code_calls_ops_without_rules_of_autograd(case, monkeypatch):
     inputs = [torch.randn(SHAPE, requires_grad=True) for _ in range(count)]
     weights = torch.randn(compiled(*inputs).shape)
 
-    def gradients(way: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    def gradients(way):
         torch.manual_seed(0)
         return torch.autograd.grad(way(*inputs), inputs, weights)
 
@@ -57,23 +54,23 @@ def test_compiled_code_calls_ops_without_rules_of_autograd(case, monkeypatch):
     assert all(name.endswith("_below_autograd") for name in names), names
 
 
-def let_compiled_code_run_ops_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def let_compiled_code_run_ops_on_cpus(monkeypatch):
     """As if kernels ran there, for head dimensions up to 8."""
     processes.let_ops_serve_cpus(monkeypatch.setattr)
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
     monkeypatch.setattr(dispatch, "_head_dim_of_kernels", lambda device: 8)
 
 
-def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, list[str], int]:
+def traced(function, *inputs):
     """The result of a compiled call, the names of its ops, and the number of guards."""
-    names: list[str] = []
+    names = []
 
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def keep(graph, _):
         nodes = [node.target for node in graph.graph.nodes]
         names.extend(each.name() for each in nodes if hasattr(each, "_schema"))
         return graph
 
-    def call(*inputs: Tensor) -> Tensor:
+    def call(*inputs):
         return function(*inputs, fused=True)
 
     torch.compiler.reset()
@@ -200,7 +197,7 @@ def test_compiled_transforms_call_ops_with_rules(monkeypatch):
     processes.let_ops_serve_cpus(monkeypatch.setattr)
     found = []
 
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def keep(graph, _):
         found.extend(node.target for node in graph.graph.nodes)
         return graph
 

@@ -1,10 +1,8 @@
 """Results follow the tensors of a call: torch's default device and default dtype change nothing."""
 
 import ast
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ PACKAGE = Path(megasoftmax.__file__).parent
 INTEGERS = {"arange", "randint"}  # which make int64 whatever the default dtype is
 
 
-def softmax_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def softmax_calls(device, dtype):
     """Name -> a function and its arguments."""
     scores = normal(BATCH, HEADS, QUERIES, KEYS, device=device, dtype=dtype)
     mask = coin(BATCH, 1, QUERIES, KEYS, device=device)
@@ -35,12 +33,12 @@ def softmax_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]
         *(False, False, "causal", True, None, True, 0.5), window_size=(7, 0)
     )
 
-    def hide(scores: Tensor, mask: Tensor) -> Tensor:
+    def hide(scores, mask):
         return scores.masked_fill(mask, -1e4)
 
     unfused = megasoftmax.FusedScaleMaskSoftmax(*(False, False, "causal", False, hide, True, 0.5))
 
-    def with_everything(scores: Tensor, bias: Tensor, sink: Tensor) -> Any:
+    def with_everything(scores, bias, sink):
         visible = ranges.lengths(lengths)
         options = {"scale": 0.3, "causal": True, "window": (9, 0), "visible": visible}
         return softmax(
@@ -75,10 +73,7 @@ def softmax_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]
             *(scores, sink),
         ),
         "FusedScaleMaskSoftmax": (lambda s: megatron(s, mask), scores),
-        "FusedScaleMaskSoftmax, offset": (
-            lambda s, sink: megatron(s, None, sink),
-            *(scores, sink),
-        ),
+        "FusedScaleMaskSoftmax, offset": (lambda s, sink: megatron(s, None, sink), *(scores, sink)),
         "FusedScaleMaskSoftmax, unfused": (lambda s: unfused(s, None), scores),
         "ScaledMaskedSoftmax": (
             lambda s: megasoftmax.ScaledMaskedSoftmax.apply(s, mask, 0.5),
@@ -91,7 +86,7 @@ def softmax_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]
     }
 
 
-def attention_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def attention_calls(device, dtype):
     three = tuple(
         normal(BATCH, heads, length, DIM, device=device, dtype=dtype, seed=seed)
         for seed, (heads, length) in enumerate(((HEADS, QUERIES), (2, KEYS), (2, KEYS)))
@@ -108,14 +103,14 @@ def attention_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...
     module = FusedAttention(HEADS, causal=True, relative_buckets=8, sink=True, dropout=0.1)
     module = module.to(device)
 
-    def t5(query: Tensor, key: Tensor, value: Tensor, buckets: Tensor) -> Any:
+    def t5(query, key, value, buckets):
         bias = biases.t5_bias(buckets, QUERIES, KEYS, bidirectional=True)
         return attention(query, key, value, bias=bias, return_lse=True)
 
-    def alibi(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Any:
+    def alibi(query, key, value, slopes):
         return attention(query, key, value, bias=biases.alibi_bias(slopes, QUERIES, KEYS))
 
-    def merged(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    def merged(query, key, value):
         halves = zip(key.chunk(2, 2), value.chunk(2, 2), strict=True)
         parts = [attention(query, *half, return_lse=True) for half in halves]
         return megasoftmax.merge_attention(*zip(*parts, strict=True))
@@ -173,7 +168,7 @@ def attention_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...
     }
 
 
-def range_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def range_calls(device, dtype):
     offsets, keep = torch.tensor([0, 2, 5], device=device), coin(2, 6, device=device)
     return {
         "packed": (ranges.packed, offsets, 6),
@@ -188,7 +183,7 @@ def range_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def model_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def model_calls(device, dtype):
     """Tiny models by name; the last two are patched."""
     pytest.importorskip("transformers")
     models = pytest.importorskip("models")
@@ -206,11 +201,11 @@ def model_calls(device: str, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
 
 
 class _ModelCall(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module, batch: dict[str, Tensor]) -> None:
+    def __init__(self, model, batch):
         super().__init__()
         self.model, self.batch = model, batch
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self):
         found = self.model(**self.batch, use_cache=False)  # a sliding cache needs the default
         return found.logits, found.loss
 
@@ -223,7 +218,7 @@ GROUPS = {
 }
 
 
-def results(function: Any, *arguments: Any) -> list[Tensor]:
+def results(function, *arguments):
     """All results, and all gradients of their squares."""
     torch.manual_seed(3)
     found = [each for each in tree_leaves(function(*arguments)) if each is not None]
@@ -235,14 +230,14 @@ def results(function: Any, *arguments: Any) -> list[Tensor]:
     return [*found, *(each for each in gradients if each is not None)]
 
 
-def differentiable(argument: Any) -> Any:
+def differentiable(argument):
     if isinstance(argument, Tensor) and argument.is_floating_point():
         return argument.detach().requires_grad_()
     return argument
 
 
 @contextmanager
-def default(given: str | torch.dtype) -> Iterator[None]:
+def default(given):
     """A default device or a default dtype."""
     if isinstance(given, str):
         with torch.device(given):
@@ -279,7 +274,7 @@ def test_results_follow_the_tensors(group, dtype, given, device):
 def test_parameters_follow_the_defaults_unless_told(given):
     """As those of torch.nn.Linear."""
 
-    def kinds(module: torch.nn.Module) -> set[tuple[str, torch.dtype]]:
+    def kinds(module):
         return {(each.device.type, each.dtype) for each in module.parameters()}
 
     with default(given):

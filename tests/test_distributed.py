@@ -10,11 +10,10 @@ import os
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ import torch
 import torch.distributed
 from inputs import coin, normal
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -39,28 +38,28 @@ WORLDS = (2, 3)
 INF = torch.inf
 
 
-def double(*shape: int, seed: int) -> Tensor:
+def double(*shape, seed):
     return normal(*shape, device="cpu", dtype=torch.float64, seed=seed)
 
 
-def excluded(*shape: int) -> Tensor:
+def excluded(*shape):
     """With rows of which nothing is left."""
     mask = coin(*shape, device="cpu")
     mask[0] = True
     return mask
 
 
-def dtype_on(device: str, needs_half: bool) -> torch.dtype:
+def dtype_on(device, needs_half):
     """In which cases of float64 run: that of the kernels, if there are any."""
     if not device.startswith("cuda"):
         return torch.float64
     return torch.bfloat16 if needs_half else torch.float32
 
 
-def cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def cast(given, dtype):
     """With tensors of float64 in another type."""
 
-    def in_type(value: Any) -> Any:
+    def in_type(value):
         is_double = isinstance(value, Tensor) and value.dtype == torch.float64
         return value.to(dtype) if is_double else value
 
@@ -70,7 +69,7 @@ def cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
-def check(what: str, actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+def check(what, actual, wanted, dtype):
     """Within what arithmetic in a type allows, of values around 1; in bfloat16, of the largest."""
     if not wanted.is_floating_point():
         assert torch.equal(actual, wanted), what
@@ -88,7 +87,7 @@ def check(what: str, actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None
     )
 
 
-def cotangent(result: Tensor, seed: int) -> Tensor:
+def cotangent(result, seed):
     return normal(*result.shape, device="cpu", seed=seed).to(result.dtype)
 
 
@@ -119,16 +118,16 @@ class Split:
 PARTIAL = "partial"
 
 
-def softmax(scores: Tensor, **arguments: Any) -> dict[str, Tensor]:
+def softmax(scores, **arguments):
     p, lse = megasoftmax.softmax(scores, return_lse=True, **arguments)
     return {"p": p, "lse": lse}
 
 
-def softmax_with_all(**tensors: Tensor) -> dict[str, Tensor]:
+def softmax_with_all(**tensors):
     return softmax(**tensors, scale=0.7, causal=True, window=(3, 0))
 
 
-def gradients_of_softmax(**tensors: Tensor) -> dict[str, Tensor]:
+def gradients_of_softmax(**tensors):
     """That are differentiated once more."""
     inputs = [tensors[name] for name in ("scores", "bias", "sink")]
     p = softmax_with_all(**tensors)["p"]
@@ -136,20 +135,18 @@ def gradients_of_softmax(**tensors: Tensor) -> dict[str, Tensor]:
     return dict(zip(("d_scores", "d_bias", "d_sink"), found, strict=True))
 
 
-def softmax_over_one(scores: Tensor) -> dict[str, Tensor]:
+def softmax_over_one(scores):
     return softmax(scores, dim=1, scale=-0.7, fused=True if isinstance(scores, DTensor) else None)
 
 
-def topk(logits: Tensor, **arguments: Any) -> dict[str, Tensor]:
+def topk(logits, **arguments):
     p, indices, lse = megasoftmax.softmax_topk(
         logits, 3, scale=0.7, return_lse=True, renormalize=True, **arguments
     )
     return {"p": p, "indices": indices, "lse": lse}
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor | None = None, **arguments: Any
-) -> dict[str, Tensor]:
+def attention(query, key, value, table=None, **arguments):
     if table is not None:
         arguments["bias"] = RelativeBias(table)
     output, lse = megasoftmax.attention(
@@ -158,7 +155,7 @@ def attention(
     return {"output": output, "lse": lse}
 
 
-def attention_through_ops(query: Tensor, **arguments: Any) -> dict[str, Tensor]:
+def attention_through_ops(query, **arguments):
     return attention(query, **arguments, fused=True if isinstance(query, DTensor) else None)
 
 
@@ -168,25 +165,19 @@ SCORES = {
     "bias": double(6, 1, 7, seed=1),
     "sink": double(6, seed=2),
 }
-LOGITS = {
-    "logits": double(4, 6, 9, seed=0),
-    "mask": excluded(4, 1, 9),
-    "bias": double(9, seed=1),
-}
+LOGITS = {"logits": double(4, 6, 9, seed=0), "mask": excluded(4, 1, 9), "bias": double(9, seed=1)}
 
 
-def softmax_of_ranges(first: Tensor, end: Tensor, **tensors: Tensor) -> dict[str, Tensor]:
+def softmax_of_ranges(first, end, **tensors):
     return softmax(**tensors, visible=(first, end), causal=True)
 
 
-def attention_of_ranges(
-    first: Tensor, end: Tensor, blocks: Tensor, **tensors: Tensor
-) -> dict[str, Tensor]:
+def attention_of_ranges(first, end, blocks, **tensors):
     mask = TileMask.from_blocks(blocks, 64)
     return attention(**tensors, mask=mask, visible=(first, end))
 
 
-def bounds(*shape: int, keys: int) -> dict[str, Tensor]:
+def bounds(*shape, keys):
     """Ranges, one of them empty, and one that reaches beyond the keys."""
     length = 1 + torch.arange(math.prod(shape)).view(shape) % keys
     first = torch.arange(math.prod(shape)).view(shape) * 3 % keys - 1
@@ -194,9 +185,7 @@ def bounds(*shape: int, keys: int) -> dict[str, Tensor]:
     return {"first": first.int(), "end": (first + length).int()}
 
 
-def of_attention(
-    heads: int, key_heads: int, batches_of_bias: int, heads_of_bias: int
-) -> dict[str, Tensor]:
+def of_attention(heads, key_heads, batches_of_bias, heads_of_bias):
     return {
         "query": double(4, heads, 5, 8, seed=0),
         "key": double(4, key_heads, 7, 8, seed=1),
@@ -207,20 +196,20 @@ def of_attention(
     }
 
 
-def without_sink(*of: int) -> dict[str, Tensor]:
+def without_sink(*of):
     """As the ops take it: a sink of float64 would be rounded."""
     tensors = of_attention(*of)
     del tensors["sink"]
     return tensors
 
 
-def with_ranges(*of: int) -> dict[str, Tensor]:
+def with_ranges(*of):
     tensors = of_attention(*of) | bounds(4, 4, 5, keys=7)
     del tensors["mask"]
     return tensors | {"blocks": torch.tensor([False, True, False, False]).view(1, 4, 1, 1)}
 
 
-def with_table(heads: int, key_heads: int) -> dict[str, Tensor]:
+def with_table(heads, key_heads):
     tensors = of_attention(heads, key_heads, 1, 1)
     del tensors["bias"], tensors["mask"]
     return tensors | {"table": double(heads, 11, seed=5)}
@@ -233,29 +222,21 @@ WHOLE = dict.fromkeys(("output", "lse", *QKV, "bias", "sink"))
 
 SPLITS = {
     "softmax, batches": Split(
-        softmax_with_all,
-        SCORES,
-        {"scores": 0, "mask": 0},
+        *(softmax_with_all, SCORES, {"scores": 0, "mask": 0}),
         {"p": 0, "lse": 0, "scores": 0, "bias": PARTIAL, "sink": PARTIAL},
     ),
     "softmax, heads": Split(
-        softmax_with_all,
-        SCORES,
-        {"scores": 1, "bias": 0, "sink": 0},
+        *(softmax_with_all, SCORES, {"scores": 1, "bias": 0, "sink": 0}),
         {"p": 1, "lse": 1, "scores": 1, "bias": 0, "sink": 0},
         compiles=True,
     ),
     "softmax, heads of what is replicated": Split(
-        softmax_with_all,
-        SCORES,
-        {"scores": 1},
+        *(softmax_with_all, SCORES, {"scores": 1}),
         {"p": 1, "lse": 1, "scores": 1, "bias": 0, "sink": 0},
     ),
     "softmax, ranges of batches": Split(
-        softmax_of_ranges,
-        {"scores": SCORES["scores"]} | bounds(4, 1, 5, keys=7),
-        {"scores": 0, "first": 0, "end": 0},
-        {"p": 0, "lse": 0, "scores": 0},
+        *(softmax_of_ranges, {"scores": SCORES["scores"]} | bounds(4, 1, 5, keys=7)),
+        *({"scores": 0, "first": 0, "end": 0}, {"p": 0, "lse": 0, "scores": 0}),
         compiles=True,
     ),
     "softmax, ranges of heads": Split(
@@ -268,16 +249,12 @@ SPLITS = {
         softmax_with_all, SCORES, {}, dict.fromkeys(("p", "lse", "scores", "bias", "sink"))
     ),
     "softmax, keys": Split(
-        softmax_with_all,
-        SCORES,
-        {"scores": 3},
+        *(softmax_with_all, SCORES, {"scores": 3}),
         dict.fromkeys(("p", "lse", "scores", "bias", "sink")),
         sends=True,
     ),
     "softmax, twice": Split(
-        gradients_of_softmax,
-        SCORES,
-        {"scores": 1, "bias": 0, "sink": 0},
+        *(gradients_of_softmax, SCORES, {"scores": 1, "bias": 0, "sink": 0}),
         {"d_scores": 1, "d_bias": 0, "d_sink": 0, "scores": 1, "sink": 0},
     ),
     "columns, before": Split(
@@ -287,55 +264,40 @@ SPLITS = {
         softmax_over_one, {"scores": double(4, 5, 6, seed=0)}, {"scores": 2}, {"p": 2, "lse": 1}
     ),
     "top-k, batches": Split(
-        topk,
-        LOGITS,
-        {"logits": 0, "mask": 0},
+        *(topk, LOGITS, {"logits": 0, "mask": 0}),
         {"p": 0, "indices": 0, "lse": 0, "logits": 0, "bias": PARTIAL},
         compiles=True,
     ),
     "top-k, rows": Split(topk, LOGITS, {"logits": 1}, {"p": 1, "lse": 1, "logits": 1}),
     "attention, batches": Split(
-        attention,
-        of_attention(4, 2, 1, 4),
-        OF_BATCHES,
+        *(attention, of_attention(4, 2, 1, 4), OF_BATCHES),
         {"output": 0, "lse": 0, "query": 0, "key": 0, "bias": PARTIAL, "sink": PARTIAL},
     ),
     "attention, ranges of batches": Split(
-        attention_of_ranges,
-        with_ranges(4, 2, 1, 4),
-        dict.fromkeys((*QKV, "first", "end"), 0),
+        *(attention_of_ranges, with_ranges(4, 2, 1, 4), dict.fromkeys((*QKV, "first", "end"), 0)),
         {"output": 0, "lse": 0, "query": 0, "key": 0, "bias": PARTIAL, "sink": PARTIAL},
     ),
     "attention, ranges of heads": Split(
-        attention_of_ranges,
-        with_ranges(4, 2, 1, 1),
+        *(attention_of_ranges, with_ranges(4, 2, 1, 1)),
         OF_HEADS | dict.fromkeys(("first", "end", "blocks"), 1),
         {"output": 1, "lse": 1, "query": 1, "key": 1, "bias": PARTIAL, "sink": 0},
         compiles=True,
     ),
     "attention, batches that share a bias": Split(
-        attention_through_ops,
-        without_sink(4, 2, 2, 1),
-        OF_BATCHES | {"bias": 0},
+        *(attention_through_ops, without_sink(4, 2, 2, 1), OF_BATCHES | {"bias": 0}),
         {"output": 0, "query": 0, "bias": 0},
     ),
     "attention, heads": Split(
-        attention,
-        of_attention(4, 2, 4, 2),
-        OF_HEADS | {"bias": 1, "sink": 0},
+        *(attention, of_attention(4, 2, 4, 2), OF_HEADS | {"bias": 1, "sink": 0}),
         {"output": 1, "lse": 1, "query": 1, "key": 1, "value": 1, "bias": 1, "sink": 0},
         compiles=True,
     ),
     "attention, heads that share all": Split(
-        attention_through_ops,
-        without_sink(6, 1, 4, 1),
-        {"query": 1},
+        *(attention_through_ops, without_sink(6, 1, 4, 1), {"query": 1}),
         {"output": 1, "query": 1, "key": PARTIAL, "value": PARTIAL, "bias": PARTIAL},
     ),
     "attention, tables of heads": Split(
-        attention,
-        with_table(4, 4),
-        OF_HEADS | {"table": 0},
+        *(attention, with_table(4, 4), OF_HEADS | {"table": 0}),
         {"output": 1, "query": 1, "key": 1, "table": 0, "sink": 0},
     ),
     # 3 heads of keys are shared out as 2 and 1, and 12 of queries as 6 and 6.
@@ -351,21 +313,21 @@ SPLITS = {
 }
 
 
-def tensors_of(split: Split, device: str) -> dict[str, Tensor]:
+def tensors_of(split, device):
     return cast(split.tensors, dtype_on(device, "query" in split.tensors))
 
 
-def run_split(split: Split, mesh: DeviceMesh, *, compiled: bool = False) -> dict[str, Any]:
+def run_split(split, mesh, *, compiled=False):
     """Whole results and gradients, where they were, and how many messages that took."""
 
-    def placement(dim: int | None) -> list[Any]:
+    def placement(dim):
         return [Replicate() if dim is None else Shard(dim)]
 
-    def dimension(tensor: DTensor) -> int | str | None:
+    def dimension(tensor):
         (found,) = tensor.placements
         return PARTIAL if found.is_partial() else None if found.is_replicate() else found.dim
 
-    def on_mesh(tensor: Tensor, placements: Any) -> DTensor:
+    def on_mesh(tensor, placements):
         return distribute_tensor(tensor.to(mesh.device_type), mesh, placements)
 
     tensors = {
@@ -396,7 +358,7 @@ def run_split(split: Split, mesh: DeviceMesh, *, compiled: bool = False) -> dict
     }
 
 
-def whole_split(split: Split, device: str) -> dict[str, Tensor]:
+def whole_split(split, device):
     """The same values from one process, in plain torch and float64."""
     tensors = {
         name: tensor.double().requires_grad_() if tensor.is_floating_point() else tensor.clone()
@@ -425,7 +387,7 @@ ZIGZAG = {1: (12,), 2: (8, 8), 3: (6, 6, 6)}
 Ring = dict[str, Any]
 
 
-def of_ring(tokens: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (8, 6)) -> Ring:
+def of_ring(tokens, heads=(4, 2), dims=(8, 6)):
     return {
         "query": double(2, heads[0], tokens, dims[0], seed=0),
         "key": double(2, heads[1], tokens, dims[0], seed=1),
@@ -433,7 +395,7 @@ def of_ring(tokens: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] 
     }
 
 
-RINGS: dict[str, Callable[[int], Ring]] = {
+RINGS = {
     "full": lambda n: of_ring(n),
     "causal": lambda n: of_ring(n) | {"causal": True},
     "window": lambda n: of_ring(n) | {"window": (2, 1)},
@@ -486,7 +448,7 @@ RINGS: dict[str, Callable[[int], Ring]] = {
 }
 
 
-def overflowing(tokens: int, dtype: torch.dtype) -> Ring:
+def overflowing(tokens, dtype):
     """All logits of the first half of the keys, which can be a whole block, are -inf in float32."""
     given = of_ring(tokens, dims=(8, 8))
     given["query"] = given["query"].abs() + 1
@@ -494,7 +456,7 @@ def overflowing(tokens: int, dtype: torch.dtype) -> Ring:
     return {name: tensor.to(dtype) for name, tensor in given.items()}
 
 
-def nothing_left(tokens: int) -> Tensor:
+def nothing_left(tokens):
     """For the third query; for others something."""
     mask = coin(2, 1, tokens, tokens, device="cpu")
     mask[:, :, 2] = True
@@ -507,7 +469,7 @@ OF_TOKENS = ("query", "key", "value")
 Case = tuple[str, str, tuple[int, ...]]  # of RINGS, the order, the tokens of each rank
 
 
-def cases_of_rings(world: int) -> list[Case]:
+def cases_of_rings(world):
     contiguous = [
         (name, "contiguous", lengths)
         for name in RINGS
@@ -517,14 +479,14 @@ def cases_of_rings(world: int) -> list[Case]:
     return contiguous + [(name, "zigzag", ZIGZAG[world]) for name in names]
 
 
-def run_ring(given: Ring, group: Any, case: Case, rank: int, device: str) -> Ring:
+def run_ring(given, group, case, rank, device):
     """Results and gradients of one rank; without a group, of the whole sequence."""
     _, order, lengths = case
     tokens, start, length = sum(lengths), sum(lengths[:rank]), lengths[rank]
     given = cast(given, dtype_on(device, True))
     queries = given["query"].shape[2]
 
-    def part(tensor: Tensor, dim: int) -> Tensor:
+    def part(tensor, dim):
         """Of what each token has one or several of."""
         if group is not None and order == "zigzag":
             return megasoftmax.zigzag_chunk(tensor, len(lengths), dim)[rank].to(device)
@@ -569,7 +531,7 @@ def run_ring(given: Ring, group: Any, case: Case, rank: int, device: str) -> Rin
     return {name: tensor.detach().cpu() for name, tensor in found.items()}
 
 
-def joined(name: str, order: str, parts: list[Tensor], wanted: Tensor) -> Tensor:
+def joined(name, order, parts, wanted):
     """What the ranks found, as one process has it."""
     join = megasoftmax.zigzag_cat if order == "zigzag" else torch.cat
     if name == "lse":
@@ -582,11 +544,11 @@ def joined(name: str, order: str, parts: list[Tensor], wanted: Tensor) -> Tensor
 class _Work(TorchDispatchMode):
     """How many pairs of a query and a key the ops of attention are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.pairs = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args, kwargs=None):
         if function.namespace == "megasoftmax":
             names = (argument.name for argument in function._schema.arguments)
             given = dict(zip(names, args, strict=False))
@@ -600,7 +562,7 @@ class _Work(TorchDispatchMode):
 TOKENS_AT_WORK = 8  # of each rank
 
 
-def work(order: str, device: str, group: Any) -> int:
+def work(order, device, group):
     """Of one rank, forward and backward, of a causal ring."""
     tensors = [
         double(1, 1, TOKENS_AT_WORK, 8, seed=i).to(device, torch.bfloat16).requires_grad_()
@@ -614,11 +576,11 @@ def work(order: str, device: str, group: Any) -> int:
     return counted.pairs
 
 
-def kept_for_backward(device: str, group: Any) -> int:
+def kept_for_backward(device, group):
     """Numbers, where each rank has 4 of the tokens of a sequence."""
-    kept: list[int] = []
+    kept = []
 
-    def count(tensor: Tensor) -> Tensor:
+    def count(tensor):
         kept.append(tensor.numel())
         return tensor
 
@@ -628,7 +590,7 @@ def kept_for_backward(device: str, group: Any) -> int:
     return sum(kept)
 
 
-def messages(device: str, group: Any) -> list[str]:
+def messages(device, group):
     """What is said where a call is refused."""
     query = double(1, 2, 4, 8, seed=0).to(device)
     fewer = query[:, :, :3]
@@ -638,7 +600,7 @@ def messages(device: str, group: Any) -> list[str]:
     table, mask = RelativeBias(query.new_zeros(2, 7)), query[..., :4] > 0
     in_zigzag = partial(megasoftmax.ring_attention, group=group, order="zigzag")
     sharded = distribute_tensor(query, init_device_mesh(query.device.type, (group.size(),)))
-    refused: list[Callable[[], Any]] = [
+    refused = [
         lambda: megasoftmax.ring_attention(fewer, query, query, group=group, causal=True),
         lambda: megasoftmax.ring_attention(query, query, query, group=group, lengths=other),
         lambda: megasoftmax.ring_attention(query, query, query, group=group, lengths=[4.0, 4]),
@@ -663,31 +625,21 @@ def messages(device: str, group: Any) -> list[str]:
 
 # Models of transformers
 
-LLAMA = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+LLAMA = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+LLAMA |= {"max_position_embeddings": 64, "initializer_range": 0.2}
+LLAMA |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 STEPS = 4
 
 
-def llama() -> Any:
+def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**LLAMA, attn_implementation="eager"))
 
 
-def losses(model: Any, tokens: Tensor) -> list[float]:
+def losses(model, tokens):
     """Of a few steps of training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     found = []
@@ -700,11 +652,11 @@ def losses(model: Any, tokens: Tensor) -> list[float]:
     return found
 
 
-def batch() -> Tensor:
+def batch():
     return torch.randint(1, 96, (4, 12), generator=torch.Generator().manual_seed(1))
 
 
-def models(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
+def models(rank, world, device, folder):
     """Losses of a model whose parameters, or whose heads, are sharded over the ranks."""
     from torch.distributed.fsdp import fully_shard
     from transformers import LlamaForCausalLM
@@ -712,7 +664,7 @@ def models(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
     from megasoftmax.integrations import transformers as integration
 
     integration.register()
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
     tokens = batch().to(device)
     whole = llama().to(device)
     model = copy.deepcopy(whole)
@@ -720,7 +672,7 @@ def models(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
     mesh = init_device_mesh(torch.device(device).type, (world,))
     for layer in (*model.model.layers, model):
         fully_shard(layer, mesh=mesh)
-    found: dict[str, Any] = {"sharded parameters": losses(model, tokens[rank::world])}
+    found = {"sharded parameters": losses(model, tokens[rank::world])}
 
     # Through attention itself, which on CPUs transformers is otherwise not given
     integration.takes_attention = lambda query, *_: shapes.append(tuple(query.shape)) or True
@@ -744,10 +696,10 @@ def models(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
 # The processes
 
 
-def worker(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
+def worker(rank, world, device, folder):
     group = torch.distributed.group.WORLD
     mesh = init_device_mesh(torch.device(device).type, (world,))
-    found: dict[str, Any] = {
+    found = {
         "splits": {name: run_split(split, mesh) for name, split in SPLITS.items()},
         "rings": {
             case: run_ring(RINGS[case[0]](sum(case[2])), group, case, rank, device)
@@ -771,11 +723,11 @@ def worker(rank: int, world: int, device: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+def ranks(tmp_path_factory):
     return processes.spawned_once(worker, tmp_path_factory)
 
 
-def check_split(name: str, found: dict[str, Any], device: str) -> None:
+def check_split(name, found, device):
     split = SPLITS[name]
     dtype = dtype_on(device, "query" in split.tensors)
     wanted = whole_split(split, device)
@@ -807,7 +759,7 @@ def test_compiled_dtensors(ranks, name):
         check_split(name, found["compiled"][name], "cpu")
 
 
-def check_ring(case: Case, ranks: list[dict[str, Any]], device: str) -> None:
+def check_ring(case, ranks, device):
     name, order, lengths = case
     tokens = sum(lengths)
     made = RINGS[name](tokens)
@@ -834,7 +786,7 @@ def test_ring(ranks, case):
     check_ring(case, ranks(len(case[2])), "cpu")
 
 
-def check_work(ranks: list[dict[str, Any]]) -> None:
+def check_work(ranks):
     """What causality leaves is computed once, forward and backward, and nothing else."""
     tokens = TOKENS_AT_WORK * len(ranks)
     in_zigzag = [rank["work"]["zigzag"] for rank in ranks]
@@ -884,13 +836,13 @@ def test_messages(ranks):
 
 
 @pytest.fixture(scope="module")
-def of_models(ranks) -> list[dict[str, Any]]:
+def of_models(ranks):
     pytest.importorskip("transformers")
     return [rank["models"] for rank in ranks(2)]
 
 
 @pytest.fixture(scope="module")
-def of_one_process() -> list[float]:
+def of_one_process():
     pytest.importorskip("transformers")
     return losses(llama(), batch())
 
@@ -914,7 +866,7 @@ def test_sharded_heads(of_models, of_one_process):
 
 
 @pytest.fixture
-def eight_ranks() -> Iterator[None]:
+def eight_ranks():
     """Of which there is one: what it sends is lost, and what it receives is noise."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield
@@ -927,7 +879,7 @@ class _Exchange(context_parallel._Exchange):
     received_by_all: ClassVar[list[weakref.ref[Tensor]]] = []
     counts: ClassVar[list[int]] = []
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.received_by_all.extend(map(weakref.ref, self.received))
         self.counts.append(sum(each() is not None for each in self.received_by_all))
@@ -965,7 +917,7 @@ def test_heads_that_share_keys_stay_together(
 ):
     mesh = init_device_mesh("cpu", sizes)
 
-    def on_mesh(heads: int, dims: tuple[int | None, ...]) -> DTensor:
+    def on_mesh(heads, dims):
         placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
         return distribute_tensor(torch.zeros(8, heads, 3, 4), mesh, placements)
 
@@ -982,7 +934,7 @@ def test_merge(sizes):
     mask[:, :, 1], mask[:, :, 2, :4] = True, True  # nothing at all; nothing in the first part
     inputs = [each.requires_grad_() for each in (query, key, value)]
 
-    def attention(start: int, size: int, **arguments: Any) -> tuple[Tensor, Tensor]:
+    def attention(start, size, **arguments):
         parts = (each.narrow(-2, start, size) for each in (key, value))
         part = mask.narrow(-1, start, size)
         return megasoftmax.attention(query, *parts, mask=part, return_lse=True, **arguments)
@@ -1046,7 +998,7 @@ def test_merge_of_far_apart_and_of_nothing():
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_both_ends_of_a_ring_agree(world, monkeypatch):
     """Whatever is sent is received, in the same order: a rank and the next agree on each call."""
-    calls: list[tuple[list[int], list[int]]] = []
+    calls = []
 
     def all_to_all(received, sent, by, to, *, group, async_op):
         assert (received.numel(), sent.numel()) == (sum(by), sum(to))
@@ -1098,7 +1050,7 @@ def test_zigzag_order():
     assert [part.shape for part in (*nothing, megasoftmax.zigzag_cat(nothing, 0))] == [(0,)] * 3
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
@@ -1106,74 +1058,64 @@ IN_16_BITS = zeros(2, 3, dtype=torch.bfloat16)
 chunk, cat, merge = megasoftmax.zigzag_chunk, megasoftmax.zigzag_cat, megasoftmax.merge_attention
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
+WRONG = {
+    ValueError: [
         (
             lambda x: chunk(x, 4, 1),
-            ValueError,
             "tensor: expected a multiple of 2 * ranks, 8, in dimension 1, got shape (2, 12); "
             "pad the sequence",
         ),
-        (lambda x: chunk(x, 0, 1), ValueError, "ranks: expected an integer from 1 on, got 0"),
-        (lambda x: chunk(x, 2.0, 1), TypeError, "ranks: expected an integer from 1 on, got float"),
-        (
-            lambda x: chunk(x, 2, 2),
-            ValueError,
-            "dim: expected a dimension of tensor, (2, 12), got 2",
-        ),
-        (
-            lambda x: cat([x], -3),
-            ValueError,
-            "dim: expected a dimension of tensors[0], (2, 12), got -3",
-        ),
-        (lambda x: cat([], 0), ValueError, "tensors: expected at least one, got none"),
+        (lambda x: chunk(x, 0, 1), "ranks: expected an integer from 1 on, got 0"),
+        (lambda x: chunk(x, 2, 2), "dim: expected a dimension of tensor, (2, 12), got 2"),
+        (lambda x: cat([x], -3), "dim: expected a dimension of tensors[0], (2, 12), got -3"),
+        (lambda x: cat([], 0), "tensors: expected at least one, got none"),
         (
             lambda x: cat([x[:, 1:]], 1),
-            ValueError,
             "tensors[0]: expected an even size of dimension 1, got shape (2, 11)",
         ),
         (
             lambda x: cat([x, x[:, 2:]], 1),
-            ValueError,
             "tensors[1]: expected shape (2, 12), as tensors[0], got (2, 10)",
         ),
-        (lambda x: merge([], []), ValueError, "outputs: expected at least one, got none"),
-        (lambda x: merge([x], []), ValueError, "lses: expected at least one, got none"),
+        (lambda x: merge([], []), "outputs: expected at least one, got none"),
+        (lambda x: merge([x], []), "lses: expected at least one, got none"),
         (
             lambda x: merge([zeros(2, 3), zeros(3, 3)], [zeros(2), zeros(3)]),
-            ValueError,
             "outputs[1]: expected shape (2, 3), as outputs[0], got (3, 3)",
         ),
         (
             lambda x: merge([zeros(2, 3)], [zeros(3)]),
-            ValueError,
             "lses[0]: expected shape (2,), that of the outputs without the last dimension, "
             "got (3,)",
         ),
+    ],
+    TypeError: [
+        (lambda x: chunk(x, 2.0, 1), "ranks: expected an integer from 1 on, got float"),
         (
             lambda x: merge([zeros(2, 3).long()], [zeros(2)]),
-            TypeError,
             "outputs[0]: expected float16, bfloat16, float32 or float64, got torch.int64",
         ),
         (
             lambda x: merge([zeros(2, 3), IN_16_BITS], [zeros(2), zeros(2)]),
-            TypeError,
             "outputs[1]: expected torch.float32, as outputs[0], got torch.bfloat16",
         ),
         (
             lambda x: merge([IN_16_BITS], [IN_16_BITS[:, 0]]),
-            TypeError,
             "lses[0]: expected float32 or float64, got torch.bfloat16",
         ),
         (
             lambda x: merge([zeros(2, 3), zeros(2, 3)], [zeros(2), zeros(2).double()]),
-            TypeError,
             "lses[1]: expected torch.float32, as lses[0], got torch.float64",
         ),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [(error, *wrong) for error, of_error in WRONG.items() for wrong in of_error],
 )
-def test_wrong_arguments(call, error, message):
+def test_wrong_arguments(error, call, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         call(zeros(2, 12))
 
@@ -1200,7 +1142,7 @@ def test_ring_under_autocast(group_of_one):
 def test_forward_mode_of_rings_is_refused(group_of_one):
     query, key, value = of_ring(TOKENS).values()
 
-    def function(query: Tensor) -> Tensor:
+    def function(query):
         return megasoftmax.ring_attention(query, key, value, group=group_of_one)[0]
 
     message = r"^ring_attention: .* megasoftmax\.attention has forward-mode derivatives"
@@ -1211,11 +1153,11 @@ def test_forward_mode_of_rings_is_refused(group_of_one):
 class _Counted(TorchDispatchMode):
     """How often each op of megasoftmax runs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args, kwargs=None):
         if function.namespace == "megasoftmax":
             self.calls[function.__name__.removesuffix(".default")] += 1
         return function(*args, **(kwargs or {}))
@@ -1224,7 +1166,7 @@ class _Counted(TorchDispatchMode):
 OPS = ("attention_forward", "softmax_forward", "softmax_topk_forward")
 
 
-def layer(query: Tensor, key: Tensor, sink: Tensor) -> Tensor:
+def layer(query, key, sink):
     """Through every family of ops."""
     output = megasoftmax.attention(query, key, key, causal=True, sink=sink, fused=True)
     p = megasoftmax.softmax(output, scale=2.0, sink=sink, fused=True)
@@ -1232,7 +1174,7 @@ def layer(query: Tensor, key: Tensor, sink: Tensor) -> Tensor:
     return values.float().square().sum()
 
 
-def gradients_of_layer(device: str, run: Callable[..., Tensor]) -> list[Tensor]:
+def gradients_of_layer(device, run):
     tensors = [
         normal(*shape, device=device, dtype=torch.bfloat16, seed=i).requires_grad_()
         for i, shape in enumerate(((2, 4, 9, 16), (2, 2, 9, 16), (4,)))
@@ -1242,7 +1184,7 @@ def gradients_of_layer(device: str, run: Callable[..., Tensor]) -> list[Tensor]:
 
 
 @pytest.fixture
-def with_ops(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
+def with_ops(monkeypatch, device):
     """fused=True runs through the ops; the same bits every time."""
     if device == "cpu":
         processes.let_ops_serve_cpus(monkeypatch.setattr)

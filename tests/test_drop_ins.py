@@ -2,8 +2,6 @@
 
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any
 
 import op_checks
 import pytest
@@ -22,7 +20,7 @@ from megasoftmax.integrations import flash_attn
 DOUBLE = torch.float64
 
 
-def gradients(output: Tensor, inputs: list[Tensor], lse: Tensor | None = None) -> list[Tensor]:
+def gradients(output, inputs, lse=None):
     """Of a weighted sum of the output, and of what is finite of a log-sum-exp."""
     loss = (output * normal(*output.shape, device=output.device.type, seed=9).to(output)).sum()
     if lse is not None:
@@ -31,7 +29,7 @@ def gradients(output: Tensor, inputs: list[Tensor], lse: Tensor | None = None) -
     return list(torch.autograd.grad(loss, inputs))
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -59,7 +57,7 @@ SHAPES = {  # query, key, value without their dimension; the function's other ar
 }
 
 
-def mask_shapes(case: str) -> list[tuple[int, ...]]:
+def mask_shapes(case):
     """Of masks: whole, of one batch and head, of keys alone with all other dimensions."""
     query, key, value, _ = SHAPES[case]
     grouped = SHAPES[case][3].get("enable_gqa", False)
@@ -72,7 +70,7 @@ def mask_shapes(case: str) -> list[tuple[int, ...]]:
     return [whole, whole[-2:], (1,) * (len(whole) - 1) + whole[-1:], (*leading, 1, 1)]
 
 
-def sdpa_inputs(case: str, device: str, dtype: torch.dtype = DOUBLE) -> tuple[Any, ...]:
+def sdpa_inputs(case, device, dtype=DOUBLE):
     *shapes, options = SHAPES[case]
     dims = (8, 8, 6)
     tensors = [
@@ -82,7 +80,7 @@ def sdpa_inputs(case: str, device: str, dtype: torch.dtype = DOUBLE) -> tuple[An
     return tensors, options
 
 
-def check_sdpa(tensors: list[Tensor], leaves: list[Tensor], **options: Any) -> None:
+def check_sdpa(tensors, leaves, **options):
     found = []
     for function in (scaled_dot_product_attention, torch_sdpa):
         output = function(*tensors, **options)
@@ -145,7 +143,7 @@ def sdpa_calls(draw):
     leading = draw(st.lists(st.integers(1, 3), max_size=3))
     queries, keys = draw(st.integers(1, 6)), draw(st.integers(1, 6))
 
-    def broadcasting(sizes: list[int]) -> list[int]:
+    def broadcasting(sizes):
         kept = [1 if draw(st.booleans()) else size for size in sizes]
         return kept[draw(st.integers(0, len(kept))) :]
 
@@ -166,7 +164,7 @@ def test_any_call_of_sdpa(call):
         normal(*shape, 4, device="cpu", seed=seed).double().requires_grad_()
         for seed, shape in enumerate(shapes)
     ]
-    options: dict[str, Any] = {"is_causal": mask == "causal"}
+    options = {"is_causal": mask == "causal"}
     whole = torch.broadcast_shapes(*(shape[:-1] for shape in shapes))
     assume(len(mask_shape) <= len(whole) + 2)
     assume(torch.broadcast_shapes(mask_shape[:-2], whole) == whole)
@@ -212,11 +210,11 @@ def test_compiled(name, device):
     keep = coin(2, 1, 1, 7, device=device, odds=0.6).expand(2, 4, 3, 7)
     slopes = torch.tensor([0.5, 0.25, 1.0, 0.1], device=device)
 
-    def sdpa(*tensors: Tensor) -> Tensor:
+    def sdpa(*tensors):
         masked = scaled_dot_product_attention(*tensors, attn_mask=keep)
         return masked + scaled_dot_product_attention(*tensors, is_causal=True)
 
-    def flash(*tensors: Tensor) -> Tensor:
+    def flash(*tensors):
         q, k, v = (each.transpose(1, 2) for each in tensors)
         output = flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
         return output + flash_attn.flash_attn_func(q, k, v, softcap=0.8, window_size=(3, 0))
@@ -267,17 +265,20 @@ def test_a_cpu_takes_torchs_attention(has_mask, monkeypatch):
 # flash-attn, against its formula in float64
 
 
+def check_flash(result, expected, leaves, exact=None, assert_close=assert_close):
+    """Output and log-sum-exp, and gradients, of which the expected ones may have other leaves."""
+    output, lse, probabilities = result
+    assert probabilities is None
+    assert_close(output, expected[0])
+    assert_close(lse, expected[1])
+    wanted = gradients(expected[0], exact or leaves, expected[1])
+    for actual, each in zip(gradients(output, leaves, lse), wanted, strict=True):
+        assert_close(actual, each)
+
+
 def formula(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None
+):
     """Output [batch, queries, heads, dim] and log-sum-exp [batch, heads, queries]."""
     (_, queries, heads, dim), (keys, key_heads) = q.shape, k.shape[1:3]
     k, v = (each.repeat_interleave(heads // key_heads, 2) for each in (k, v))
@@ -302,9 +303,7 @@ def formula(
     return torch.einsum("bhij,bjhd->bihd", probabilities, v), lse
 
 
-def flash_inputs(
-    device: str, queries: int = 5, keys: int = 9, dtype: torch.dtype = DOUBLE, dim: int = 8
-) -> list[Tensor]:
+def flash_inputs(device, queries=5, keys=9, dtype=DOUBLE, dim=8):
     shapes = ((2, queries, 4, dim), (2, keys, 2, dim), (2, keys, 2, dim))
     return [
         normal(*shape, device=device, seed=seed).to(dtype).requires_grad_()
@@ -312,7 +311,7 @@ def flash_inputs(
     ]
 
 
-FLASH: dict[str, Callable[[], dict[str, Any]]] = {
+FLASH = {
     "plain": dict,
     "scale": lambda: {"softmax_scale": 0.7},
     "causal": lambda: {"causal": True},
@@ -336,7 +335,7 @@ FLASH: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def on(device: str, case: str) -> dict[str, Any]:
+def on(device, case):
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in FLASH[case]().items()
@@ -351,21 +350,12 @@ def test_flash_attn_func(case, lengths, device):
     leaves = list(tensors)
     if "alibi_slopes" in options:
         leaves.append(options["alibi_slopes"].requires_grad_())
-    output, lse, probabilities = flash_attn.flash_attn_func(
-        *tensors, **options, return_attn_probs=True
-    )
-    expected, expected_lse = formula(*tensors, **options)
-    assert probabilities is None
-    assert output.is_contiguous()
-    assert_close(output, expected)
-    assert_close(lse, expected_lse)
-    for actual, wanted in zip(
-        gradients(output, leaves, lse), gradients(expected, leaves, expected_lse), strict=True
-    ):
-        assert_close(actual, wanted)
+    result = flash_attn.flash_attn_func(*tensors, **options, return_attn_probs=True)
+    assert result[0].is_contiguous()
+    check_flash(result, formula(*tensors, **options), leaves)
     alone = flash_attn.flash_attn_func(*tensors, **options)
     assert alone.is_contiguous()
-    assert_close(alone, output)
+    assert_close(alone, result[0])
 
 
 def test_types_of_softcap():
@@ -379,9 +369,7 @@ def test_types_of_softcap():
 DOCUMENTS = [(3, 5), (0, 2), (6, 4), (1, 1), (2, 0), (4, 4)]  # queries and keys of each
 
 
-def packed_inputs(
-    device: str, documents: list[tuple[int, int]], dtype: torch.dtype = DOUBLE
-) -> tuple[list[Tensor], list[Tensor], list[int]]:
+def packed_inputs(device, documents, dtype=DOUBLE):
     """Tensors, offsets, and the longest lengths."""
     lengths = torch.tensor(documents).T
     (queries, keys), longest = lengths.sum(1).tolist(), lengths.amax(1).tolist()
@@ -394,9 +382,7 @@ def packed_inputs(
     return tensors, list(offsets), longest
 
 
-def by_document(
-    q: Tensor, k: Tensor, v: Tensor, documents: list[tuple[int, int]], **options: Any
-) -> tuple[Tensor, Tensor]:
+def by_document(q, k, v, documents, **options):
     queries, keys = zip(*documents, strict=True)
     found = [
         formula(*(each[None] for each in document), **options)
@@ -404,21 +390,6 @@ def by_document(
     ]
     outputs, lses = zip(*found, strict=True)
     return torch.cat(outputs, 1)[0], torch.cat(lses, 2)[0]
-
-
-def check_varlen(
-    tensors: list[Tensor], result: Any, documents: list[tuple[int, int]], **options: Any
-) -> None:
-    output, lse, probabilities = result
-    expected, expected_lse = by_document(*tensors, documents, **options)
-    assert probabilities is None
-    assert lse.shape == (4, len(output))
-    assert_close(output, expected)
-    assert_close(lse, expected_lse)
-    for actual, wanted in zip(
-        gradients(output, tensors, lse), gradients(expected, tensors, expected_lse), strict=True
-    ):
-        assert_close(actual, wanted)
 
 
 VARLEN = [case for case in FLASH if "slopes" not in case and "softcap" not in case]
@@ -431,7 +402,8 @@ def test_flash_attn_varlen_func(case, device):
     result = flash_attn.flash_attn_varlen_func(
         *tensors, *offsets, *longest, **options, return_attn_probs=True
     )
-    check_varlen(tensors, result, DOCUMENTS, **options)
+    assert result[1].shape == (4, len(result[0]))
+    check_flash(result, by_document(*tensors, DOCUMENTS, **options), tensors)
     alone = flash_attn.flash_attn_varlen_func(*tensors, *offsets, *longest, **options)
     assert_close(alone, result[0])
 
@@ -444,7 +416,7 @@ def test_slopes_of_packed_sequences(causal, device):
     result = flash_attn.flash_attn_varlen_func(
         *tensors, offsets, offsets, longest, longest, **options, return_attn_probs=True
     )
-    check_varlen(tensors, result, documents, **options)
+    check_flash(result, by_document(*tensors, documents, **options), tensors)
 
 
 def test_packed_tensors(device):
@@ -530,119 +502,98 @@ TOKENS = torch.zeros(2, 5, 4, 8)  # of flash-attn: [batch, tokens, heads, dim]
 OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
 
 
-def sdpa(*shapes: tuple[int, ...], **options: Any) -> Callable[[], Tensor]:
+def sdpa(*shapes, **options):
     return lambda: scaled_dot_product_attention(*map(torch.zeros, shapes), **options)
 
 
-def flash(**options: Any) -> Callable[[], Any]:
+def flash(**options):
     return lambda: flash_attn.flash_attn_func(TOKENS, TOKENS, TOKENS, **options)
 
 
-def varlen(k: Tensor = OFFSETS, **options: Any) -> Callable[[], Any]:
+def varlen(k=OFFSETS, **options):
     tensors = (TOKENS[0],) * 3
     return lambda: flash_attn.flash_attn_varlen_func(*tensors, OFFSETS, k, 3, 3, **options)
 
 
 SAME = ((2, 4, 5, 8),) * 3
-WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (sdpa((8,), (5, 8), (5, 8)), ValueError, r"query: expected .*got shape \(8,\)"),
-    (
-        sdpa((2, 3, 5, 8), (4, 3, 5, 8), (4, 3, 5, 8)),
-        ValueError,
-        r"batch dimensions .*\(2,\), \(4,",
-    ),
-    (
-        sdpa((2, 4, 5, 8), *((2, 2, 5, 8),) * 2),
-        ValueError,
-        r"heads \(or enable_gqa=True, if query heads share keys\) .*\(4,\), \(2,",
-    ),
-    (sdpa((2, 4, 5, 8), *((2, 3, 5, 8),) * 2, enable_gqa=True), ValueError, "divide 4.*got 3"),
-    (
-        sdpa((2, 4, 5, 8), (2, 4, 5, 8), (2, 2, 5, 8), enable_gqa=True),
-        ValueError,
-        r"heads of key and value .*\(4,\), \(2,",
-    ),
-    (
-        sdpa((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 6, 8), is_causal=True),
-        ValueError,
-        "value: .*7, got 6",
-    ),
-    (sdpa((2, 4, 5, 8), *((2, 4, 5, 6),) * 2), ValueError, r"key: expected shape .*8\]"),
-    (sdpa(*SAME, attn_mask=torch.ones(5, 5).int()), TypeError, "attn_mask: .*True = keep.*int32"),
-    (sdpa(*SAME, attn_mask=[[True]]), TypeError, "attn_mask: .*got list"),
-    (sdpa(*SAME, attn_mask=torch.ones(5, 4)), ValueError, r"attn_mask: .*got \(5, 4\)"),
-    (sdpa(*SAME, attn_mask=torch.ones(3, 1, 5, 5)), ValueError, "attn_mask: .*broadcasts to"),
-    (sdpa(*SAME, attn_mask=torch.ones(5, 5), is_causal=True), ValueError, "is_causal: .*attn_mask"),
-    (sdpa(*SAME, is_causal=1), TypeError, "is_causal: expected a bool, got int"),
-    (sdpa(*SAME, enable_gqa=None), TypeError, "enable_gqa: expected a bool, got NoneType"),
-    (sdpa(*SAME, dropout_p=1.5), ValueError, "dropout_p: .*got 1.5"),
-    (sdpa(*SAME, scale="1"), TypeError, "scale: expected a number, got str"),
-    (
-        lambda: scaled_dot_product_attention(*(torch.zeros(2, 4, 5, 8).int(),) * 3),
-        TypeError,
-        "query: .*int32",
-    ),
-    (
-        lambda: flash_attn.flash_attn_func(TOKENS[0], TOKENS, TOKENS),
-        ValueError,
-        r"q: expected \[batch, tokens, heads, dim\]",
-    ),
-    (
-        lambda: flash_attn.flash_attn_func(TOKENS, TOKENS[:1], TOKENS, softcap=1.0),
-        ValueError,
-        r"k: expected shape \[2, tokens, key_heads, 8\], as q",
-    ),
-    (flash(dropout_p=-0.1), ValueError, "dropout_p: .*got -0.1"),
-    (flash(window_size=(1,)), ValueError, "window_size: expected"),
-    (flash(window_size=(-2, 0)), ValueError, "window_size: expected"),
-    (flash(causal=1), TypeError, "causal: expected a bool"),
-    (flash(softcap=-1.0), ValueError, "softcap: .*got -1.0"),
-    (flash(softcap=None), TypeError, "softcap: .*NoneType"),
-    (
-        flash(alibi_slopes=torch.ones(1)),
-        ValueError,
-        r"alibi_slopes: .*\(4,\) or \(2, 4\), got \(1,",
-    ),
-    (flash(alibi_slopes=0.5), TypeError, "alibi_slopes: .*got float"),
-    (varlen(softcap=1.0), ValueError, "softcap: expected 0 for packed"),
-    (varlen(block_table=OFFSETS), ValueError, "block_table: expected None"),
-    (
-        varlen(OFFSETS.clone(), alibi_slopes=torch.ones(4)),
-        ValueError,
-        "alibi_slopes: .*two tensors",
-    ),
-    (varlen(alibi_slopes=torch.ones(2, 4)), ValueError, r"alibi_slopes: .*\(4,\), got \(2, 4\)"),
-    (
-        lambda: flash_attn.flash_attn_varlen_func(TOKENS, TOKENS, TOKENS, OFFSETS, OFFSETS, 3, 3),
-        ValueError,
-        r"q: expected \[tokens, heads, dim\]",
-    ),
-    (
-        lambda: flash_attn.flash_attn_qkvpacked_func(torch.zeros(2, 5, 2, 4, 8)),
-        ValueError,
-        r"qkv: expected \[batch, tokens, 3, heads, dim\], got shape \(2, 5, 2, 4, 8\)",
-    ),
-    (
-        lambda: flash_attn.flash_attn_varlen_kvpacked_func(
-            TOKENS[0], TOKENS, OFFSETS, OFFSETS, 3, 3
+WRONG = {
+    ValueError: [
+        (sdpa((8,), (5, 8), (5, 8)), r"query: expected .*got shape \(8,\)"),
+        (sdpa((2, 3, 5, 8), *((4, 3, 5, 8),) * 2), r"batch dimensions .*\(2,\), \(4,"),
+        (
+            sdpa((2, 4, 5, 8), *((2, 2, 5, 8),) * 2),
+            r"heads \(or enable_gqa=True, if query heads share keys\) .*\(4,\), \(2,",
         ),
-        ValueError,
-        r"kv: expected \[tokens, 2, heads, dim\]",
-    ),
-]
+        (sdpa((2, 4, 5, 8), *((2, 3, 5, 8),) * 2, enable_gqa=True), "divide 4.*got 3"),
+        (
+            sdpa((2, 4, 5, 8), (2, 4, 5, 8), (2, 2, 5, 8), enable_gqa=True),
+            r"heads of key and value .*\(4,\), \(2,",
+        ),
+        (sdpa((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 6, 8), is_causal=True), "value: .*7, got 6"),
+        (sdpa((2, 4, 5, 8), *((2, 4, 5, 6),) * 2), r"key: expected shape .*8\]"),
+        (sdpa(*SAME, attn_mask=torch.ones(5, 4)), r"attn_mask: .*got \(5, 4\)"),
+        (sdpa(*SAME, attn_mask=torch.ones(3, 1, 5, 5)), "attn_mask: .*broadcasts to"),
+        (sdpa(*SAME, attn_mask=torch.ones(5, 5), is_causal=True), "is_causal: .*attn_mask"),
+        (sdpa(*SAME, dropout_p=1.5), "dropout_p: .*got 1.5"),
+        (
+            lambda: flash_attn.flash_attn_func(TOKENS[0], TOKENS, TOKENS),
+            r"q: expected \[batch, tokens, heads, dim\]",
+        ),
+        (
+            lambda: flash_attn.flash_attn_func(TOKENS, TOKENS[:1], TOKENS, softcap=1.0),
+            r"k: expected shape \[2, tokens, key_heads, 8\], as q",
+        ),
+        (flash(dropout_p=-0.1), "dropout_p: .*got -0.1"),
+        (flash(window_size=(1,)), "window_size: expected"),
+        (flash(window_size=(-2, 0)), "window_size: expected"),
+        (flash(softcap=-1.0), "softcap: .*got -1.0"),
+        (flash(alibi_slopes=torch.ones(1)), r"alibi_slopes: .*\(4,\) or \(2, 4\), got \(1,"),
+        (varlen(softcap=1.0), "softcap: expected 0 for packed"),
+        (varlen(block_table=OFFSETS), "block_table: expected None"),
+        (varlen(OFFSETS.clone(), alibi_slopes=torch.ones(4)), "alibi_slopes: .*two tensors"),
+        (varlen(alibi_slopes=torch.ones(2, 4)), r"alibi_slopes: .*\(4,\), got \(2, 4\)"),
+        (
+            lambda: flash_attn.flash_attn_varlen_func(*(TOKENS,) * 3, OFFSETS, OFFSETS, 3, 3),
+            r"q: expected \[tokens, heads, dim\]",
+        ),
+        (
+            lambda: flash_attn.flash_attn_qkvpacked_func(torch.zeros(2, 5, 2, 4, 8)),
+            r"qkv: expected \[batch, tokens, 3, heads, dim\], got shape \(2, 5, 2, 4, 8\)",
+        ),
+        (
+            lambda: flash_attn.flash_attn_varlen_kvpacked_func(
+                TOKENS[0], TOKENS, OFFSETS, OFFSETS, 3, 3
+            ),
+            r"kv: expected \[tokens, 2, heads, dim\]",
+        ),
+    ],
+    TypeError: [
+        (sdpa(*SAME, attn_mask=torch.ones(5, 5).int()), "attn_mask: .*True = keep.*int32"),
+        (sdpa(*SAME, attn_mask=[[True]]), "attn_mask: .*got list"),
+        (sdpa(*SAME, is_causal=1), "is_causal: expected a bool, got int"),
+        (sdpa(*SAME, enable_gqa=None), "enable_gqa: expected a bool, got NoneType"),
+        (sdpa(*SAME, scale="1"), "scale: expected a number, got str"),
+        (lambda: scaled_dot_product_attention(*(TOKENS.int(),) * 3), "query: .*int32"),
+        (flash(causal=1), "causal: expected a bool"),
+        (flash(softcap=None), "softcap: .*NoneType"),
+        (flash(alibi_slopes=0.5), "alibi_slopes: .*got float"),
+    ],
+}
 
 
-@pytest.mark.parametrize("call", WRONG, ids=lambda call: call[2])
-def test_wrong_use(call):
-    function, error, message = call
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [(error, *wrong) for error, of_error in WRONG.items() for wrong in of_error],
+)
+def test_wrong_use(error, call, message):
     with pytest.raises(error, match=message):
-        function()
+        call()
 
 
 # In half precision, on kernels
 
 
-def assert_near(actual: Tensor, expected: Tensor) -> None:
+def assert_near(actual, expected):
     """Relative to the largest entry: gradients are sums of terms that were rounded."""
     tolerance = 5e-3 if actual.dtype == torch.float16 else 3e-2
     largest = expected.detach().abs().max().item()
@@ -683,13 +634,8 @@ def test_sdpa_on_kernels(lengths, is_causal, dtype):
 def test_flash_attn_func_on_kernels(case, dtype):
     tensors, options = flash_inputs("cuda", 150, 200, dtype, dim=64), on("cuda", case)
     exact = [each.detach().double().requires_grad_() for each in tensors]
-    output, lse, _ = flash_attn.flash_attn_func(*tensors, **options, return_attn_probs=True)
-    expected, expected_lse = formula(*exact, **options)
-    assert_near(output, expected)
-    assert_near(lse, expected_lse)
-    wanted = gradients(expected, exact, expected_lse)
-    for actual, each in zip(gradients(output, tensors, lse), wanted, strict=True):
-        assert_near(actual, each)
+    result = flash_attn.flash_attn_func(*tensors, **options, return_attn_probs=True)
+    check_flash(result, formula(*exact, **options), tensors, exact, assert_near)
 
 
 @pytest.mark.gpu
@@ -700,12 +646,8 @@ def test_flash_attn_varlen_func_on_kernels(case, dtype):
     tensors, (offsets, _), (longest, _) = packed_inputs("cuda", documents, dtype)
     exact = [each.detach().double().requires_grad_() for each in tensors]
     options = on("cuda", case)
-    output, lse, _ = flash_attn.flash_attn_varlen_func(
+    result = flash_attn.flash_attn_varlen_func(
         *tensors, offsets, offsets, longest, longest, **options, return_attn_probs=True
     )
-    expected, expected_lse = by_document(*exact, documents, **options)
-    assert_near(output, expected)
-    assert_near(lse, expected_lse)
-    wanted = gradients(expected, exact, expected_lse)
-    for actual, each in zip(gradients(output, tensors, lse), wanted, strict=True):
-        assert_near(actual, each)
+    expected = by_document(*exact, documents, **options)
+    check_flash(result, expected, tensors, exact, assert_near)

@@ -3,7 +3,6 @@
 import op_checks
 import pytest
 import torch
-from torch import Tensor
 
 import megasoftmax
 from megasoftmax import dispatch
@@ -27,19 +26,19 @@ def asks_for_reasons(device, monkeypatch):
     monkeypatch.setattr(Call, "runs_fused", on_gpu)
 
 
-def attention(query: Tensor) -> Tensor:
+def attention(query):
     return megasoftmax.attention(query, query.sin(), query.cos(), causal=True)
 
 
-def softmax(scores: Tensor) -> Tensor:
+def softmax(scores):
     return megasoftmax.softmax(scores, causal=True, dtype=torch.float64)
 
 
-def softmax_of_columns(scores: Tensor) -> Tensor:
+def softmax_of_columns(scores):
     return megasoftmax.softmax(scores, dim=1, dtype=torch.float64)
 
 
-def softmax_topk(logits: Tensor) -> Tensor:
+def softmax_topk(logits):
     return megasoftmax.softmax_topk(logits.double(), 3)[0]
 
 
@@ -57,7 +56,7 @@ def test_compiled_code_can_ask_why(dtype, device):
     query = torch.randn(1, 2, 3, 8, device=device, dtype=dtype)
 
     @torch.compile(fullgraph=True, backend="eager")
-    def function(query: Tensor) -> Tensor:
+    def function(query):
         reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
         return query + len(reasons)
 
@@ -80,7 +79,7 @@ def test_compiled_code_can_ask_why_on_a_cpu(function, tensors, others):
     torch.compiler.reset()
 
     @torch.compile(fullgraph=True, backend="eager")
-    def ask(given: Tensor) -> Tensor:
+    def ask(given):
         return given + len(megasoftmax.why_not_fused(function, *[given] * tensors, *others))
 
     given = torch.randn(1, 2, 3, 8)
@@ -94,7 +93,7 @@ def test_compiled_adapters_ask_why():
     query = torch.randn(1, 2, 3, 8, device="cuda", dtype=torch.float64)
 
     @torch.compile(fullgraph=True, backend="eager")
-    def function(query: Tensor) -> Tensor:
+    def function(query):
         return query + takes_attention(query, query, query, AttentionOptions())
 
     torch.testing.assert_close(function(query), query)

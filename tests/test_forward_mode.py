@@ -1,13 +1,11 @@
 """Forward-mode derivatives: torch.func.jvp and dual tensors, against those in reverse mode."""
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
 from inputs import normal
 from op_families import FAMILIES, Draw
-from torch import Tensor
 from torch.autograd import forward_ad
 
 import megasoftmax
@@ -16,11 +14,11 @@ from megasoftmax import dispatch
 SHAPE = (2, 3, 4, 6)
 
 
-def plain_softmax(scores: Tensor) -> tuple[Tensor, ...]:
+def plain_softmax(scores):
     return (megasoftmax.softmax(scores, scale=0.3),)
 
 
-def softmax_with_one_sink(scores: Tensor, sink: Tensor) -> tuple[Tensor, ...]:
+def softmax_with_one_sink(scores, sink):
     return (megasoftmax.softmax(scores, sink=sink),)
 
 
@@ -37,7 +35,7 @@ def of(case, device="cpu"):
     given = [each.detach() for each in draw(Draw(device, torch.float64))]
     inputs = tuple(each for each in given if each.is_floating_point())
 
-    def finite(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def finite(*inputs):
         results = call(*inputs, *given[len(inputs) :])
         floats = (each for each in results if each.is_floating_point())
         return tuple(torch.where(each == -torch.inf, 0, each) for each in floats)
@@ -45,7 +43,7 @@ def of(case, device="cpu"):
     return finite, inputs, tuple(map(torch.randn_like, inputs))
 
 
-def reverse(function, inputs: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> list[Tensor]:
+def reverse(function, inputs, tangents):
     """The tangents of the results: the gradient of the gradient by its cotangents."""
     _, found = torch.autograd.functional.jvp(function, inputs, tangents)
     return list(found)
@@ -79,7 +77,7 @@ def test_jvp_of_one_argument(case, position):
     if position >= len(inputs):
         return
 
-    def of_one(one: Tensor) -> tuple[Tensor, ...]:
+    def of_one(one):
         return function(*inputs[:position], one, *inputs[position + 1 :])
 
     given = (inputs[position],), (tangents[position],)
@@ -91,7 +89,7 @@ def test_transforms(case):
     """vmap of jvp, jvp of vmap, and the gradient of a tangent."""
     function, inputs, tangents = of(case)
 
-    def first(x: Tensor) -> Tensor:
+    def first(x):
         return function(x, *inputs[1:])[0]
 
     x, v = inputs[0], tangents[0]
@@ -103,7 +101,7 @@ def test_transforms(case):
     wanted = [torch.func.jvp(first, (each,), (each.sin(),))[1] for each in some]
     torch.testing.assert_close(found, torch.stack(wanted))
 
-    def tangent(x: Tensor, jvp: Callable[..., Tensor]) -> Tensor:
+    def tangent(x, jvp):
         return jvp(x).square().sum()
 
     found = torch.func.grad(tangent)(x, lambda x: torch.func.jvp(first, (x,), (v,))[1])
@@ -118,7 +116,7 @@ def test_forward_over_reverse(case):
     function, (x, *rest), _ = of(case)
     row = x.flatten()[:4]
 
-    def of_row(row: Tensor) -> Tensor:
+    def of_row(row):
         changed = x.flatten().index_copy(0, torch.arange(4), row).view_as(x)
         return sum(each.sin().sum() for each in function(changed, *rest))
 
@@ -129,7 +127,7 @@ def test_forward_over_reverse(case):
 def test_forward_over_reverse_of_softmax_is_refused():
     scores = normal(3, 4, device="cpu", dtype=torch.float64)
 
-    def loss(scores: Tensor) -> Tensor:
+    def loss(scores):
         return megasoftmax.softmax(scores).square().sum()
 
     with pytest.raises(NotImplementedError, match=r"^softmax: .*jacrev of jacrev is supported"):
@@ -142,7 +140,7 @@ def test_forward_over_reverse_of_softmax_is_refused():
 
 
 @pytest.fixture
-def kernels(device, request) -> str:
+def kernels(device, request):
     """On a CPU its ops."""
     if device == "cpu":
         request.getfixturevalue("as_if_fused")
@@ -154,7 +152,7 @@ def test_softmax_runs_fused(dtype, kernels):
     scores, tangent = (normal(*SHAPE, device=kernels, dtype=dtype, seed=i) for i in (0, 1))
     assert megasoftmax.why_not_fused(megasoftmax.softmax, scores) == ()
 
-    def function(scores: Tensor, dim: int) -> Tensor:
+    def function(scores, dim):
         return megasoftmax.softmax(scores, scale=0.3, dim=dim, fused=True)
 
     for dim in (-1, 1):
@@ -179,7 +177,7 @@ def test_others_give_way_to_plain_torch(function, kernels):
     asked = {topk_of: megasoftmax.softmax_topk, attention_of: megasoftmax.attention}[function]
     arguments = (inputs, 2) if function is topk_of else (inputs,) * 3
 
-    def ask(_: Tensor) -> Tensor:
+    def ask(_):
         reasons = megasoftmax.why_not_fused(asked, *arguments)
         assert [reason.constraint for reason in reasons] == ["forward-mode differentiation"]
         return inputs
@@ -213,7 +211,7 @@ def test_ops_refuse_forward_mode(function, kernels, monkeypatch):
 
 
 @pytest.fixture
-def traced(kernels, monkeypatch) -> str:
+def traced(kernels, monkeypatch):
     """The same for compiled code."""
     if kernels == "cpu":
         monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)

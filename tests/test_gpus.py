@@ -4,7 +4,6 @@ The plans are asked on the CPU, for each compute capability. On a GPU, launches 
 """
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +24,14 @@ GPUS = [tuple(map(int, row)) for row in table_of("common/limits.h", "kGpus")]
 Gpu = tuple[int, int, int, int, int]
 
 
-def _name(gpu: Gpu) -> str:
+def _name(gpu):
     return f"{gpu[0]}.{gpu[1]}"
 
 
 on_every_gpu = pytest.mark.parametrize("gpu", GPUS, ids=_name)
 
 
-def test_gpus_are_those_that_the_library_is_built_for() -> None:
+def test_gpus_are_those_that_the_library_is_built_for():
     found = {(major, minor): (block, cluster) for major, minor, block, _, cluster in GPUS}
     small, large = 99 * 1024, 227 * 1024
     assert found == {
@@ -55,7 +54,7 @@ DIMS = (8, 32, 33, 64, 65, 96, 128, 129, 192, 256)
 BIASES = ({}, {"bias": True}, {"bias": True, "bias_dtype": FLOAT})
 
 
-def test_attention_needs_8_0() -> None:
+def test_attention_needs_8_0():
     with pytest.raises(
         ValueError, match="major: expected at least 8, the first with kernels, got 7"
     ):
@@ -63,14 +62,11 @@ def test_attention_needs_8_0() -> None:
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu[0] >= 8], ids=_name)
-def test_attention_fits(gpu: Gpu) -> None:
+def test_attention_fits(gpu):
     major, _, shared_bytes, _, _ = gpu
     tables = {
         backward: [int(row[0]) for row in table_of("attention/limits.h", name)]
-        for backward, name in (
-            (False, "kAttentionForwardTiles"),
-            (True, "kAttentionBackwardTiles"),
-        )
+        for backward, name in ((False, "kAttentionForwardTiles"), (True, "kAttentionBackwardTiles"))
     }
     calls = itertools.product(DIMS, (1, 16, 17, 4096), (False, True), BIASES)
     for dim, queries, backward, bias in calls:
@@ -105,9 +101,7 @@ LARGE = {"major": 8, "shared_bytes": 163 * 1024}
         (256, {"queries": 16}, ((16, 16, 96), (16, 16, 96))),
     ],
 )
-def test_tiles_are_chosen_by_bytes(
-    dim: int, call: dict[str, Any], tiles: tuple[Any, Any], bias: dict[str, Any]
-) -> None:
+def test_tiles_are_chosen_by_bytes(dim, call, tiles, bias):
     for gpu, expected in zip((SMALL, LARGE), tiles, strict=True):
         given = {"queries": 1000} | call | bias | gpu
         found = explain_attention(2, 4, head_dim=dim, keys=1000, **given)
@@ -142,9 +136,7 @@ BACKWARD = {"backward": True}
         (32, BACKWARD | {"bias": True}, 163, 50),
     ],
 )
-def test_bytes_of_attention(
-    dim: int, options: dict[str, Any], kilobytes: float, expected: int
-) -> None:
+def test_bytes_of_attention(dim, options, kilobytes, expected):
     shared_bytes = int(1024 * kilobytes)
     found = explain_attention(1, 1, 100, dim, **options, major=8, shared_bytes=shared_bytes)
     assert found.shared_bytes == 1024 * expected
@@ -154,7 +146,7 @@ def test_bytes_of_attention(
 
 
 @on_every_gpu
-def test_softmax_fits(gpu: Gpu) -> None:
+def test_softmax_fits(gpu):
     major, _, shared_bytes, _, max_cluster = gpu
     declared = LIMITS.constants["kMaxDeclaredBytes"]
     edges = {row.max_chunks for row in LIMITS.forward + LIMITS.backward if row.max_chunks}
@@ -180,7 +172,7 @@ def test_softmax_fits(gpu: Gpu) -> None:
         assert (found.threads or 0) <= MOST_THREADS
 
 
-def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
+def test_rows_that_small_blocks_have_no_room_for_go_elsewhere():
     """Rows of 49 units still fit 99 KB, and rows of 31 units 64 KB."""
     for kilobytes, units, largest, reread in (
         (99, 49, "shared_512", "whole_gpu"),
@@ -194,7 +186,7 @@ def test_rows_that_small_blocks_have_no_room_for_go_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("max_cluster", [8, 16])
-def test_rows_that_a_cluster_has_room_for_are_read_once(max_cluster: int) -> None:
+def test_rows_that_a_cluster_has_room_for_are_read_once(max_cluster):
     longest = max(row.max_chunks for row in LIMITS.forward if row.name == "cluster_8")
     kinds = [
         {"masked": masked, "dropout": dropout} for masked in (False, True) for dropout in (0, 1)
@@ -207,7 +199,7 @@ def test_rows_that_a_cluster_has_room_for_are_read_once(max_cluster: int) -> Non
             assert found.regime.storage != "reread", (count, columns, kind)
 
 
-def test_bias_gradients_fit_the_smallest_blocks() -> None:
+def test_bias_gradients_fit_the_smallest_blocks():
     """Backward, rows keep two tensors: 15 units in 64 KB. Dense ones keep them in registers."""
     given = {"backward": True, "shared_bytes": 64 * 1024, "max_cluster": 1, "causal": True}
     for bias_gradient, reread in ((False, "whole_gpu_64"), (True, "reread_64")):
@@ -217,7 +209,7 @@ def test_bias_gradients_fit_the_smallest_blocks() -> None:
 
 
 @on_every_gpu
-def test_topk_fits(gpu: Gpu) -> None:
+def test_topk_fits(gpu):
     *_, shared_bytes, _, max_cluster = gpu
     declared = LIMITS.topk["kTopkMaxDeclaredBytes"]
     chunks = (1, 8, 9, 32, 33, 256, 257, 512, 1024, 1025, 14000, 14001, 65536, 10**6)
@@ -240,7 +232,7 @@ def test_topk_fits(gpu: Gpu) -> None:
 # As on another GPU
 
 
-def _run(function: Any) -> tuple[Any, set[str]]:
+def _run(function):
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         found = function()
         torch.cuda.synchronize()
@@ -251,13 +243,11 @@ def _run(function: Any) -> tuple[Any, set[str]]:
 @pytest.mark.parametrize("capability", [f"{gpu[0]}.{gpu[1]}" for gpu in GPUS])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(40, 100_000), (2000, 51_000), (3, 3_000_000)])
-def test_rows_have_the_same_bits_as_on_other_gpus(
-    rows: int, columns: int, backward: bool, capability: str
-) -> None:
+def test_rows_have_the_same_bits_as_on_other_gpus(rows, columns, backward, capability):
     scores = normal(rows, columns, device="cuda", dtype=BFLOAT).requires_grad_()
     gradient = normal(rows, columns, device="cuda", dtype=BFLOAT, seed=1)
 
-    def call() -> torch.Tensor:
+    def call():
         p = megasoftmax.softmax(scores, fused=True)
         return torch.autograd.grad(p, scores, gradient)[0] if backward else p.detach()
 
@@ -267,7 +257,7 @@ def test_rows_have_the_same_bits_as_on_other_gpus(
 
 
 @pytest.mark.gpu
-def test_attention_is_refused_on_7_5() -> None:
+def test_attention_is_refused_on_7_5():
     query = normal(1, 2, 100, 64, device="cuda", dtype=BFLOAT)
     softmax_before = megasoftmax.softmax(query, fused=True)
     note = torch.ones(1, 1, 100, 100, dtype=torch.bool, device="cuda")
@@ -301,7 +291,7 @@ def test_attention_is_refused_on_7_5() -> None:
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="no clusters"
 )
 @pytest.mark.parametrize("capability", ["7.5", "8.6"])
-def test_clusters_are_left_out_where_there_are_none(capability: str) -> None:
+def test_clusters_are_left_out_where_there_are_none(capability):
     scores = normal(40, 100_000, device="cuda", dtype=BFLOAT)
     column_scores = normal(1, 70_000, 40, device="cuda", dtype=BFLOAT)
     calls = {

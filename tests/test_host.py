@@ -5,7 +5,6 @@ Here ops serve CPU tensors, which they compute by the reference.
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,20 +31,20 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def module() -> Any:
+def module():
     host._load()
     assert host.status() == "built"
     return host.calls
 
 
 @pytest.fixture
-def served(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def served(module, monkeypatch):
     """Lets C++ have calls on a CPU too; for each call whether it was served."""
-    found: list[bool] = []
+    found = []
 
     class Noting:
-        def __getattr__(self, name: str) -> Any:
-            def call(*args: Any) -> Any:
+        def __getattr__(self, name):
+            def call(*args):
                 result = getattr(module, name)(*args)
                 found.append(result is not None and result is not False)
                 return result
@@ -60,10 +59,10 @@ def served(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]
 
 
 @pytest.fixture
-def in_python(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def in_python(monkeypatch):
     """Calls a function through the same ops, without C++."""
 
-    def call(function: Callable[..., Any], *args: Any) -> Any:
+    def call(function, *args):
         with monkeypatch.context() as patch:
             processes.let_ops_serve_cpus(patch.setattr)
             patch.setattr(host, "calls", None)
@@ -72,19 +71,19 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return call
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+def normal(*shape, dtype=torch.float32, grad=True):
     return torch.randn(shape, dtype=dtype).requires_grad_(grad)
 
 
-def bools(*shape: int) -> Tensor:
+def bools(*shape):
     return torch.rand(shape) < 0.3
 
 
-def ints(*shape: int, most: int = 5) -> Tensor:
+def ints(*shape, most=5):
     return torch.randint(0, most + 1, shape, dtype=torch.int32)
 
 
-def of_rows() -> dict[str, dict[str, Any]]:
+def of_rows():
     """{name: options} of softmax over [2, 3, 4, 5]."""
     return {
         "plain": {},
@@ -114,7 +113,7 @@ def of_rows() -> dict[str, dict[str, Any]]:
     }
 
 
-def of_topk() -> dict[str, dict[str, Any]]:
+def of_topk():
     return {
         "plain": {"k": 3},
         "none": {"k": 0},
@@ -124,7 +123,7 @@ def of_topk() -> dict[str, dict[str, Any]]:
     }
 
 
-def of_attention() -> dict[str, dict[str, Any]]:
+def of_attention():
     """{name: options} of queries [4, 4, 6, 8] and keys [4, 2, 7, 8]."""
     seed = torch.tensor([7])
     return {
@@ -147,9 +146,7 @@ def of_attention() -> dict[str, dict[str, Any]]:
     }
 
 
-def forward(
-    name: str, options: dict[str, Any], wants: Collection[str] | None = None
-) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
+def forward(name, options, wants=None):
     """The results, what has a gradient by its name, and a loss. `wants`: those names, if not all.
 
     As a side effect the options' tensors require those gradients.
@@ -179,9 +176,7 @@ def forward(
     return results, leaves, loss
 
 
-def call(
-    name: str, options: dict[str, Any], wants: Collection[str] | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
+def call(name, options, wants=None):
     """The results that may have gradients, and those gradients, twice differentiated if softmax."""
     results, named, loss = forward(name, options, wants)
     leaves = list(named.values())
@@ -202,9 +197,7 @@ MAKE = {"softmax": of_rows, "softmax_topk": of_topk, "attention": of_attention}
 
 
 @pytest.mark.parametrize(("name", "case"), ALL, ids=[f"{name}: {case}" for name, case in ALL])
-def test_same_bits_as_through_python(
-    name: str, case: str, served: list[bool], in_python: Callable[..., Any]
-):
+def test_same_bits_as_through_python(name, case, served, in_python):
     options = MAKE[name]()[case]
     found = call(name, options)
     assert served == [True]
@@ -220,9 +213,7 @@ def test_same_bits_as_through_python(
         *(("attention", wants) for wants in ("query", "key", "value", "bias", "sink")),
     ],
 )
-def test_gradient_of_one_argument(
-    name: str, wants: str, served: list[bool], in_python: Callable[..., Any]
-):
+def test_gradient_of_one_argument(name, wants, served, in_python):
     shape = (3, 4, 5) if name == "softmax" else (4, 6, 7)
     options = {"bias": normal(*shape), "sink": normal(shape[0])}
     found = call(name, options, [wants])
@@ -235,7 +226,7 @@ def test_gradient_of_one_argument(
 class BackwardOps(torch.utils._python_dispatch.TorchDispatchMode):
     """What backward ops are given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.given: list[tuple[Any, ...]] = []
 
@@ -245,7 +236,7 @@ class BackwardOps(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def given_to_backward(name: str, options: dict[str, Any]) -> list[Any]:
+def given_to_backward(name, options):
     _, leaves, loss = forward(name, options)
     with BackwardOps() as ops:
         torch.autograd.grad(loss, list(leaves.values()))
@@ -258,9 +249,7 @@ def given_to_backward(name: str, options: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "case"), ALL, ids=[f"{name}: {case}" for name, case in ALL])
-def test_backward_ops_are_given_the_same(
-    name: str, case: str, served: list[bool], in_python: Callable[..., Any]
-):
+def test_backward_ops_are_given_the_same(name, case, served, in_python):
     """Of limits that only save the kernels work, the gradients tell nothing."""
     options = MAKE[name]()[case]
     found = given_to_backward(name, options)
@@ -275,13 +264,13 @@ def test_backward_ops_are_given_the_same(
 
 
 @pytest.mark.parametrize("case", of_attention())
-def test_adapters_ask_it_first(case: str, served: list[bool]):
+def test_adapters_ask_it_first(case, served):
     tensors = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
     assert runs_fused(*tensors, AttentionOptions(**of_attention()[case]))
     assert served == [True]
 
 
-def test_transformers_adapter_calls_it_without_asking(served: list[bool]):
+def test_transformers_adapter_calls_it_without_asking(served):
     adapter = pytest.importorskip("megasoftmax.integrations.transformers")
     layer = torch.nn.Module()
     for options in ({}, {"sliding_window": 2}, {"s_aux": normal(4)}):
@@ -304,9 +293,7 @@ def test_transformers_adapter_calls_it_without_asking(served: list[bool]):
         if not {"dropout", "seed", "return_lse"} & options.keys()
     ],
 )
-def test_layers_get_attention_as_they_go_on_with_it(
-    case: str, served: list[bool], in_python: Callable[..., Any]
-):
+def test_layers_get_attention_as_they_go_on_with_it(case, served, in_python):
     """[batch, queries, heads, dim]: the same bits, gradients too, and no view."""
     options = of_attention()[case]
     torch.manual_seed(1)
@@ -326,7 +313,7 @@ def test_layers_get_attention_as_they_go_on_with_it(
         assert actual.equal(wanted)
 
 
-def test_what_layers_get_may_be_changed_in_place(served: list[bool]):
+def test_what_layers_get_may_be_changed_in_place(served):
     leaf = normal(1, 2, 3, 8, dtype=torch.bfloat16)
     output = served_attention(*[leaf] * 3, AttentionOptions(scale=1, causal=True))
     assert output is not None
@@ -335,14 +322,14 @@ def test_what_layers_get_may_be_changed_in_place(served: list[bool]):
         output.sum().backward()
 
 
-def test_module_of_megatron_calls_it_with_what_was_set_last(served: list[bool]):
+def test_module_of_megatron_calls_it_with_what_was_set_last(served):
     module = megasoftmax.FusedScaleMaskSoftmax(
         *(False, False, "padding", True, lambda scores, mask: scores.masked_fill(mask, -1e4)),
         *(True, 0.5),
     )
     scores, mask = normal(2, 3, 4, 5), bools(2, 1, 4, 5)
 
-    def check(given: Tensor | None = None, **options: Any) -> None:
+    def check(given=None, **options):
         served.clear()
         found = module(scores, given)
         assert served == [True]
@@ -364,9 +351,9 @@ def test_module_of_megatron_calls_it_with_what_was_set_last(served: list[bool]):
     assert served == [False]
 
 
-def test_methods_of_subclasses_of_the_module_are_called(served: list[bool]):
+def test_methods_of_subclasses_of_the_module_are_called(served):
     class Halved(megasoftmax.FusedScaleMaskSoftmax):
-        def forward_fused_softmax(self, *tensors: Any) -> Tensor:
+        def forward_fused_softmax(self, *tensors):
             return super().forward_fused_softmax(*tensors) / 2
 
     module = Halved(False, False, "padding", True, None, True, None)
@@ -376,7 +363,7 @@ def test_methods_of_subclasses_of_the_module_are_called(served: list[bool]):
         torch.testing.assert_close(module(scores, None), expected)
 
 
-def test_module_of_megatron_leaves_the_rest_to_python(served: list[bool]):
+def test_module_of_megatron_leaves_the_rest_to_python(served):
     module = megasoftmax.FusedScaleMaskSoftmax(False, True, "padding", True, None, True, None)
     with pytest.raises(ValueError, match="input"):
         module(normal(3, 4, 5), None)
@@ -390,7 +377,7 @@ def test_module_of_megatron_leaves_the_rest_to_python(served: list[bool]):
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_without_gradients(name: str, served: list[bool]):
+def test_without_gradients(name, served):
     with torch.no_grad():
         tensors = [normal(4, heads, rows, 8, dtype=torch.float16) for heads, rows in SIZES]
         options = {"k": 2} if name == "softmax_topk" else {}
@@ -402,13 +389,13 @@ def test_without_gradients(name: str, served: list[bool]):
         assert actual.equal(wanted)
 
 
-def as_sixteen_bits(value: Any) -> Any:
+def as_sixteen_bits(value):
     is_float = isinstance(value, Tensor) and value.dtype == torch.float32
     return value.bfloat16() if is_float else value
 
 
 @pytest.mark.parametrize(("name", "arguments"), [case[:2] for case in CASES])
-def test_bad_input_is_declined(name: str, arguments: Any, served: list[bool]):
+def test_bad_input_is_declined(name, arguments, served):
     """So that the message is the one of Python."""
     given = VALID[name] | arguments
     if name == "attention":  # of the types that are served
@@ -424,7 +411,7 @@ def test_bad_input_is_declined(name: str, arguments: Any, served: list[bool]):
 @pytest.mark.parametrize(
     ("name", "value"), [("scale", 10**400), ("sink", 10**400), ("window", (-(2**64), 0))]
 )
-def test_integers_beyond_the_numbers_of_cpp_are_declined(name: str, value: Any, served: list[bool]):
+def test_integers_beyond_the_numbers_of_cpp_are_declined(name, value, served):
     with pytest.raises(ValueError, match=f"{name}: expected "):
         megasoftmax.softmax(torch.randn(2, 3), **{name: value})
     assert served == [False]
@@ -473,13 +460,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_what_is_served_is_valid(name: str, served: list[bool], in_python: Callable[..., Any]):
+def test_what_is_served_is_valid(name, served, in_python):
     """Of any arguments: those that Python refuses are not served, and others have its results."""
     count = {True: 0, False: 0}
 
     @settings(max_examples=400, deadline=None, derandomize=True)
     @given(st.data())
-    def check(data: Any) -> None:
+    def check(data):
         names = data.draw(st.lists(st.sampled_from(sorted(OPTIONS[name])), max_size=3, unique=True))
         options = {each: data.draw(OPTIONS[name][each]) for each in names}
         if name == "softmax_topk":
@@ -521,15 +508,13 @@ def test_what_is_served_is_valid(name: str, served: list[bool], in_python: Calla
     ],
     ids=["gradient of a bias of top-k", "adapter", "trace before autograd", "compiled"],
 )
-def test_other_calls_are_left_to_python(
-    call: Callable[[], Any], expected: list[bool], served: list[bool]
-):
+def test_other_calls_are_left_to_python(call, expected, served):
     torch.compiler.reset()
     call()
     assert served == expected
 
 
-def test_transforms_of_functions_are_declined(served: list[bool]):
+def test_transforms_of_functions_are_declined(served):
     scores = torch.randn(3, 2, 4, 5)
     softmax = megasoftmax.softmax
     expected = softmax(scores, fused=False)
@@ -577,9 +562,7 @@ NEGATED = torch.randn(2, 3, 4, 5, dtype=torch.complex64).conj().imag
         (SCORES, {"dim": 1}, False),
     ],
 )
-def test_which_scores_and_options_are_served(
-    scores: Tensor, options: dict[str, Any], is_served: bool, served: list[bool]
-):
+def test_which_scores_and_options_are_served(scores, options, is_served, served):
     found = megasoftmax.softmax(scores, **options)
     assert served == [is_served]
     if not scores.is_meta:
@@ -608,7 +591,7 @@ def of_leading() -> dict[str, tuple[dict[str, Any], bool]]:
 
 
 @pytest.mark.parametrize("name", of_leading())
-def test_leading_dimensions(name: str, served: list[bool], in_python: Callable[..., Any]) -> None:
+def test_leading_dimensions(name, served, in_python):
     options, is_served = of_leading()[name]
     shapes = ((4, 6), (2, 7), (2, 7))
     given = [normal(2, 3, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in shapes]
@@ -682,7 +665,7 @@ SIXTEEN_BITS = functools.partial(torch.zeros, dtype=torch.bfloat16)
     ],
     ids=lambda misfit: " and ".join(misfit),
 )
-def test_misfits_of_attention_are_declined(misfit: dict[str, Any], served: list[bool]):
+def test_misfits_of_attention_are_declined(misfit, served):
     given = dict.fromkeys(("key", "value"), SIXTEEN_BITS(4, 2, 7, 8)) | misfit
     with pytest.raises((TypeError, ValueError)):
         megasoftmax.attention(SIXTEEN_BITS(4, 4, 6, 8), **given)
@@ -699,14 +682,14 @@ def test_misfits_of_attention_are_declined(misfit: dict[str, Any], served: list[
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_limits_of_attention(inside: dict[str, Any], outside: dict[str, Any], served: list[bool]):
+def test_limits_of_attention(inside, outside, served):
     for options in (inside, outside):
         tensor = SIXTEEN_BITS(1, 1, 2, options.pop("dim", 8))
         megasoftmax.attention(tensor, tensor, tensor, **options)
     assert served == [True, False]
 
 
-def test_limits_of_topk(served: list[bool]):
+def test_limits_of_topk(served):
     for k in (256, 257):
         megasoftmax.softmax_topk(torch.randn(1, 300), k)
     with pytest.raises(TypeError, match="group"):
@@ -714,7 +697,7 @@ def test_limits_of_topk(served: list[bool]):
     assert served == [True, False, False]
 
 
-def test_devices_are_admitted(module: Any, served: list[bool]):
+def test_devices_are_admitted(module, served):
     tensor = SIXTEEN_BITS(1, 1, 2, 8)
     for admission in ((True, True), (True, False), (False, False)):
         module.admit(CPU, *admission)
@@ -724,12 +707,12 @@ def test_devices_are_admitted(module: Any, served: list[bool]):
     assert served == [True] * 3 + [True, True, False] + [False] * 3
 
 
-def test_compiled_code_outlasts_loading(module: Any, monkeypatch: pytest.MonkeyPatch):
+def test_compiled_code_outlasts_loading(module, monkeypatch):
     """It is not compiled again when the first call outside of it has run fused."""
     torch.compiler.reset()
     scores = torch.randn(1, 2, 3, 4)
 
-    def all_functions(scores: Tensor) -> tuple[Any, ...]:
+    def all_functions(scores):
         return (
             megasoftmax.softmax(scores),
             megasoftmax.softmax_topk(scores, 2),
@@ -744,14 +727,14 @@ def test_compiled_code_outlasts_loading(module: Any, monkeypatch: pytest.MonkeyP
         compiled(scores)
 
 
-def test_traced_modules_have_the_op(served: list[bool]):
+def test_traced_modules_have_the_op(served):
     scores = torch.randn(2, 3)
     traced = torch.jit.trace(lambda x: megasoftmax.softmax(x), scores)
     assert served[0] is False  # others are checks without a trace
     torch.testing.assert_close(traced(2 * scores), (2 * scores).softmax(-1))
 
 
-def test_dispatch_modes_see_the_op(served: list[bool]):
+def test_dispatch_modes_see_the_op(served):
     seen = []
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
@@ -769,7 +752,7 @@ def test_dispatch_modes_see_the_op(served: list[bool]):
     assert f"{NAMESPACE}::softmax_backward" in seen
 
 
-def test_function_modes_see_the_seed(served: list[bool]):
+def test_function_modes_see_the_seed(served):
     """A regression of training steps tells by it what two models drop."""
     seen = []
 
@@ -785,7 +768,7 @@ def test_function_modes_see_the_seed(served: list[bool]):
     assert torch.randint in seen
 
 
-def test_autocast(served: list[bool]):
+def test_autocast(served):
     query = torch.randn(1, 2, 4, 8)
     with torch.autocast("cpu", torch.bfloat16):
         megasoftmax.attention(query, query, query)
@@ -801,7 +784,7 @@ def test_autocast(served: list[bool]):
 # Autograd
 
 
-def test_attention_refuses_a_second_derivative(served: list[bool]):
+def test_attention_refuses_a_second_derivative(served):
     query = normal(1, 2, 4, 8, dtype=torch.bfloat16)
     output = megasoftmax.attention(query, query, query)
     (gradient,) = torch.autograd.grad(output.float().sum(), query, create_graph=True)
@@ -811,10 +794,10 @@ def test_attention_refuses_a_second_derivative(served: list[bool]):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints(reentrant: bool, served: list[bool]):
+def test_checkpoints(reentrant, served):
     query = normal(1, 2, 4, 8, dtype=torch.bfloat16)
 
-    def layer(query: Tensor) -> Tensor:
+    def layer(query):
         return megasoftmax.attention(query, query, query, dropout=0.5)
 
     found = []
@@ -829,7 +812,7 @@ def test_checkpoints(reentrant: bool, served: list[bool]):
     assert served in ([True] * 2, [True] * 3)  # the second computation may stop early
 
 
-def test_saved_tensors_pass_hooks(served: list[bool]):
+def test_saved_tensors_pass_hooks(served):
     scores, packed = normal(2, 3), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         probabilities = megasoftmax.softmax(scores)
@@ -837,7 +820,7 @@ def test_saved_tensors_pass_hooks(served: list[bool]):
     assert served == [True]
 
 
-def test_many_gradients_at_a_time(served: list[bool]):
+def test_many_gradients_at_a_time(served):
     """Autograd vmaps the backward pass then."""
     scores = normal(2, 3)
     rows = torch.autograd.functional.jacobian(megasoftmax.softmax, scores, vectorize=True)
@@ -846,7 +829,7 @@ def test_many_gradients_at_a_time(served: list[bool]):
     torch.testing.assert_close(rows, expected)
 
 
-def test_gradients_of_one_of_several_results(served: list[bool]):
+def test_gradients_of_one_of_several_results(served):
     """The bias may change before the backward pass."""
     scores, sink, bias = normal(2, 3, 4, 5), normal(3), normal(5)
     options = {"sink": sink, "bias": bias, "return_lse": True}
@@ -867,7 +850,7 @@ def test_gradients_of_one_of_several_results(served: list[bool]):
     ("name", "case"),
     [("softmax", "all"), ("softmax_topk", "all"), ("attention", "sink"), ("attention", "table")],
 )
-def test_compiled_autograd(name: str, case: str, served: list[bool]):
+def test_compiled_autograd(name, case, served):
     """It reads what a node has saved."""
     options = MAKE[name]()[case]
     _, leaves, loss = forward(name, options)
@@ -879,7 +862,7 @@ def test_compiled_autograd(name: str, case: str, served: list[bool]):
         torch.testing.assert_close(leaf.grad, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_deterministic_algorithms(served: list[bool]):
+def test_deterministic_algorithms(served):
     query = normal(1, 2, 4, 8, dtype=torch.bfloat16)
     with deterministic():
         output = megasoftmax.attention(query, query, query)
@@ -888,7 +871,7 @@ def test_deterministic_algorithms(served: list[bool]):
     assert [given[-1] for given in ops.given] == [True]
 
 
-def test_outputs_may_be_changed_in_place(served: list[bool]):
+def test_outputs_may_be_changed_in_place(served):
     query = normal(1, 2, 4, 8, dtype=torch.bfloat16)
     with torch.no_grad():
         megasoftmax.attention(query, query, query).mul_(2)
@@ -903,13 +886,13 @@ def test_outputs_may_be_changed_in_place(served: list[bool]):
 
 
 @pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def unloaded(monkeypatch):
     monkeypatch.setattr(host, "calls", None)
     monkeypatch.setattr(host, "_why_not", None)
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
+def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("MEGASOFTMAX_HOST", "0")
     host._load()
     assert (host.calls, host.status()) == (None, "none: MEGASOFTMAX_HOST=0")
@@ -923,9 +906,7 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
         ("CXX", "/nowhere/c++", "/nowhere/c++"),
     ],
 )
-def test_why_it_is_not_there(
-    variable: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-):
+def test_why_it_is_not_there(variable, value, reason, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert host.status() == "none: it is built when the first call runs fused"
     monkeypatch.setenv(variable, value)
@@ -935,10 +916,10 @@ def test_why_it_is_not_there(
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_gpus_are_admitted_once(monkeypatch: pytest.MonkeyPatch):
+def test_gpus_are_admitted_once(monkeypatch):
     admitted = []
 
-    def load() -> None:
+    def load():
         assert host._loading.locked()  # by one thread at a time
         assert host.calls is None
         calls = SimpleNamespace(admit=lambda *given: admitted.append(given))
@@ -954,6 +935,6 @@ def test_gpus_are_admitted_once(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("module")
-def test_it_is_built_once(monkeypatch: pytest.MonkeyPatch):
+def test_it_is_built_once(monkeypatch):
     monkeypatch.setattr(library, "_compile", lambda *args, **flags: pytest.fail("compiled again"))
     assert library.host() == library.host()

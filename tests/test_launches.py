@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -24,20 +24,20 @@ Results = tuple[Tensor, ...]
 Call = Callable[[], Results]
 
 
-def rows_of_millions(device: str) -> Call:
+def rows_of_millions(device):
     return _softmax(normal(4, 1 << 23, device=device, dtype=torch.float16), -1)
 
 
-def rows_of_clusters(device: str) -> Call:
+def rows_of_clusters(device):
     return _softmax(normal(40, 100_000, device=device, dtype=torch.bfloat16), -1)
 
 
-def columns_of_clusters(device: str) -> Call:
+def columns_of_clusters(device):
     return _softmax(normal(1, 70_000, 40, device=device, dtype=torch.bfloat16), 1)
 
 
-def _softmax(scores: Tensor, dim: int) -> Call:
-    def call() -> Results:
+def _softmax(scores, dim):
+    def call():
         p = megasoftmax.softmax(scores, dim=dim, fused=True)
         return p, *torch.autograd.grad(p, scores, gradient)
 
@@ -46,8 +46,8 @@ def _softmax(scores: Tensor, dim: int) -> Call:
     return call
 
 
-def topk_of_a_vocabulary(device: str) -> Call:
-    def call() -> Results:
+def topk_of_a_vocabulary(device):
+    def call():
         values, indices = megasoftmax.softmax_topk(logits, 10, fused=True)
         return values, indices, *torch.autograd.grad(values, logits, torch.ones_like(values))
 
@@ -55,7 +55,7 @@ def topk_of_a_vocabulary(device: str) -> Call:
     return call
 
 
-def decoding(device: str) -> Call:
+def decoding(device):
     q, k, v = (
         normal(1, heads, length, 64, device=device, dtype=torch.bfloat16, seed=heads)
         for heads, length in ((4, 1), (2, 9000), (2, 9000))
@@ -63,7 +63,7 @@ def decoding(device: str) -> Call:
     return lambda: megasoftmax.attention(q, k, v, return_lse=True, fused=True)
 
 
-def attention_of_documents(device: str) -> Call:
+def attention_of_documents(device):
     """Of which each launch counts the tiles that its blocks take."""
     q, k, v = (
         normal(2, 32, 2048, 128, device=device, dtype=torch.bfloat16, seed=i) for i in range(3)
@@ -84,19 +84,19 @@ CALLS = [
 of_every_call = pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__name__)
 
 
-def assert_close(found: Results, expected: Results) -> None:
+def assert_close(found, expected):
     """Fewer blocks may add up a row in another order."""
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-6)
 
 
-def assert_same(found: Results, expected: Results) -> None:
+def assert_same(found, expected):
     for a, b in zip(found, expected, strict=True):
         assert bits_equal(a.detach(), b.detach())
 
 
 @contextmanager
-def part_of_the_gpu(multiprocessors: int) -> Iterator[None]:
+def part_of_the_gpu(multiprocessors):
     green_contexts = pytest.importorskip("torch.cuda.green_contexts")
     if not green_contexts.SUPPORTED:
         pytest.skip("this build of torch has no green contexts")
@@ -113,7 +113,7 @@ def part_of_the_gpu(multiprocessors: int) -> Iterator[None]:
 
 @of_every_call
 @pytest.mark.parametrize("multiprocessors", [8, 32])
-def test_in_a_part_of_the_gpu(multiprocessors: int, make: Callable[[str], Call]) -> None:
+def test_in_a_part_of_the_gpu(multiprocessors, make):
     call = make("cuda")
     expected = call()
     torch.cuda.synchronize()
@@ -132,13 +132,13 @@ def test_in_a_part_of_the_gpu(multiprocessors: int, make: Callable[[str], Call])
 
 
 @of_every_call
-def test_on_two_streams_at_once(make: Callable[[str], Call]) -> None:
+def test_on_two_streams_at_once(make):
     call = make("cuda")
     expected = call()
     torch.cuda.synchronize()
-    runs: list[list[Results]] = [[], []]
+    runs = [[], []]
 
-    def run(results: list[Results]) -> None:
+    def run(results):
         with torch.cuda.stream(torch.cuda.Stream()):
             results += [call() for _ in range(5)]
             torch.cuda.current_stream().synchronize()
@@ -154,13 +154,13 @@ def test_on_two_streams_at_once(make: Callable[[str], Call]) -> None:
             assert_same(found, expected)
 
 
-def test_in_a_thread_without_a_context() -> None:
+def test_in_a_thread_without_a_context():
     """A new thread has none as long as torch has memory at hand; the driver then makes no maps."""
     q, k, v = (
         normal(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16, seed=seed) for seed in range(3)
     )
 
-    def call() -> Results:
+    def call():
         return megasoftmax.attention(q, k, v, return_lse=True, fused=True)
 
     expected, found = call(), list[Results]()
@@ -173,7 +173,7 @@ def test_in_a_thread_without_a_context() -> None:
 
 
 @of_every_call
-def test_in_two_graphs_at_once(make: Callable[[str], Call]) -> None:
+def test_in_two_graphs_at_once(make):
     call = make("cuda")
     torch.cuda.synchronize()
     # Not on the default stream, which autograd would wait for while a graph is captured.
@@ -197,7 +197,7 @@ def test_in_two_graphs_at_once(make: Callable[[str], Call]) -> None:
 
 @of_every_call
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_the_gpu_that_is_not_current(make: Callable[[str], Call]) -> None:
+def test_on_the_gpu_that_is_not_current(make):
     assert torch.cuda.current_device() == 0
     expected, found = make("cuda:0")(), make("cuda:1")()
     assert all(result.device == torch.device("cuda:1") for result in found)
@@ -224,7 +224,7 @@ except RuntimeError as error:
         ((1, 1, 64, 64), "megasoftmax.attention(*3 * [tensor], fused=True)", "attention_forward"),
     ],
 )
-def test_an_error_names_the_op(shape: tuple[int, ...], call: str, op: str) -> None:
+def test_an_error_names_the_op(shape, call, op):
     """Memory that was freed: where launches are waited for, the call that reads it says so."""
     done = subprocess.run(
         [sys.executable, "-c", FREED.format(shape=shape, call=call)],
@@ -235,7 +235,7 @@ def test_an_error_names_the_op(shape: tuple[int, ...], call: str, op: str) -> No
     assert done.stdout.startswith(f"{op}: "), done.stdout + done.stderr
 
 
-def test_no_room_for_a_result_is_an_error_that_says_so() -> None:
+def test_no_room_for_a_result_is_an_error_that_says_so():
     scores = torch.zeros(1, device="cuda", dtype=torch.float16).expand(1 << 16, 1 << 22)
     with pytest.raises(RuntimeError, match="could not allocate a tensor of 274877906944 elements"):
         megasoftmax.softmax(scores, fused=True)
@@ -245,7 +245,7 @@ def test_no_room_for_a_result_is_an_error_that_says_so() -> None:
 class Foreign:
     """Memory of another library: the elements of a contiguous tensor but its first."""
 
-    def __init__(self, owner: Tensor, shape: tuple[int, ...]) -> None:
+    def __init__(self, owner, shape):
         self.owner = owner
         self.__cuda_array_interface__ = {
             "shape": shape,
@@ -256,7 +256,7 @@ class Foreign:
 
 
 @pytest.mark.parametrize("columns", [7, 8, 257, 5000])
-def test_storage_of_another_library_that_begins_anywhere(columns: int) -> None:
+def test_storage_of_another_library_that_begins_anywhere(columns):
     shape, count = (12, columns), 12 * columns + 1
     owners = (
         normal(count, device="cuda", dtype=torch.float16),
@@ -268,7 +268,7 @@ def test_storage_of_another_library_that_begins_anywhere(columns: int) -> None:
     assert all(tensor.storage_offset() == 0 for tensor in theirs)
     assert all(tensor.data_ptr() % 16 == tensor.element_size() for tensor in theirs)
 
-    def results(scores: Tensor, gradient: Tensor, mask: Tensor) -> list[Tensor]:
+    def results(scores, gradient, mask):
         found = []
         scores = scores.detach().requires_grad_()
         for arguments in ({}, {"mask": mask}, {"bias": gradient}):

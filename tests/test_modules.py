@@ -45,26 +45,14 @@ class Recorded:
         return self.function(scores, mask)
 
 
-def module(
-    mask_type=AttnMaskType.padding,
-    *,
-    dtype=torch.float32,
-    fusion=True,
-    mask_func=forbidden,
-    in_fp32=True,
-    scale=None,
-    window=None,
-):
-    return FusedScaleMaskSoftmax(
-        input_in_fp16=dtype == torch.float16,
-        input_in_bf16=dtype == torch.bfloat16,
-        attn_mask_type=mask_type,
-        scaled_masked_softmax_fusion=fusion,
-        mask_func=mask_func,
-        softmax_in_fp32=in_fp32,
-        scale=scale,
-        window_size=window,
-    )
+def module(mask_type=AttnMaskType.padding, *, dtype=torch.float32, **options):
+    """Fused, with a softmax in float32, and a mask_func that is not to be called."""
+    given = {"scaled_masked_softmax_fusion": options.pop("fusion", True)}
+    given |= {"softmax_in_fp32": options.pop("in_fp32", True)}
+    given |= {"window_size": options.pop("window", None)}
+    given |= {"mask_func": forbidden, "scale": None, "attn_mask_type": mask_type}
+    halves = {"input_in_fp16": dtype == torch.float16, "input_in_bf16": dtype == torch.bfloat16}
+    return FusedScaleMaskSoftmax(**halves, **(given | options))
 
 
 def make_scores(queries, keys, dtype=torch.float32, device="cpu", seed=0):
@@ -396,14 +384,8 @@ def test_fused_equals_plain_torch_on_a_gpu():
 
 
 def test_mask_types_of_megatron():
-    assert {member.name: member.value for member in AttnMaskType} == {
-        "padding": 1,
-        "causal": 2,
-        "no_mask": 3,
-        "padding_causal": 4,
-        "arbitrary": 5,
-        "causal_bottom_right": 6,
-    }
+    names = ("padding", "causal", "no_mask", "padding_causal", "arbitrary", "causal_bottom_right")
+    assert [(each.value, each.name) for each in AttnMaskType] == [*enumerate(names, 1)]
 
 
 def test_mask_type_is_taken_by_name_and_kept():
@@ -421,17 +403,10 @@ def test_attributes_are_megatrons_and_may_change():
     softmax = module(AttnMaskType.padding, dtype=torch.bfloat16, scale=2.0, window=[3, 0])
     shown = {name: value for name, value in vars(softmax).items() if name[0] != "_"}
     assert shown.pop("training")
-    assert shown == {
-        "input_in_fp16": False,
-        "input_in_bf16": True,
-        "input_in_float16": True,
-        "attn_mask_type": AttnMaskType.padding,
-        "scaled_masked_softmax_fusion": True,
-        "mask_func": forbidden,
-        "softmax_in_fp32": True,
-        "scale": 2.0,
-        "window_size": (3, 0),
-    }
+    wanted = {"input_in_fp16": False, "input_in_bf16": True, "input_in_float16": True}
+    wanted |= {"attn_mask_type": AttnMaskType.padding, "scaled_masked_softmax_fusion": True}
+    wanted |= {"mask_func": forbidden, "softmax_in_fp32": True, "scale": 2.0}
+    assert shown == wanted | {"window_size": (3, 0)}
     scores = make_scores(5, 5, torch.bfloat16)
     softmax.attn_mask_type, softmax.window_size = AttnMaskType.causal, None
     wanted = module(AttnMaskType.causal, dtype=torch.bfloat16, scale=2.0)(scores, None)
@@ -447,15 +422,9 @@ def test_arguments_by_position():
     assert_near(softmax(scores, None), expected(scores, excluded, scale=0.5))
 
 
-ARGUMENTS = {
-    "input_in_fp16": True,
-    "input_in_bf16": False,
-    "attn_mask_type": AttnMaskType.causal,
-    "scaled_masked_softmax_fusion": True,
-    "mask_func": fill,
-    "softmax_in_fp32": True,
-    "scale": None,
-}
+ARGUMENTS = {"input_in_fp16": True, "input_in_bf16": False, "attn_mask_type": AttnMaskType.causal}
+ARGUMENTS |= {"scaled_masked_softmax_fusion": True, "mask_func": fill, "softmax_in_fp32": True}
+ARGUMENTS |= {"scale": None}
 
 
 def made(**change):

@@ -1,9 +1,7 @@
 """What holds for every op and its public function: autograd, compilation, transforms, CUDA."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
 
 import op_checks
 import pytest
@@ -11,14 +9,7 @@ import torch
 from einops import repeat
 from inputs import deterministic
 from op_checks import gradients_of, loss_of
-from op_families import (
-    FAMILIES,
-    SHAPE,
-    Draw,
-    Family,
-    dropout_backward_arguments,
-    dtype_of_attention,
-)
+from op_families import FAMILIES, SHAPE, Draw, dropout_backward_arguments, dtype_of_attention
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
@@ -38,16 +29,16 @@ attention_backward = torch.ops.megasoftmax.attention_backward.default
 topk_forward = torch.ops.megasoftmax.softmax_topk_forward.default
 
 
-def of_ops(field: str) -> list[tuple[str, str]]:
+def of_ops(field):
     """Each op with each of its cases."""
     return [(name, case) for name in NAMES_OF_OPS for case in getattr(FAMILIES[name], field)]
 
 
-def draw_on(device: str, name: str) -> Draw:
+def draw_on(device, name):
     return Draw(device, dtype_of_attention(device) if name == "attention" else torch.float32)
 
 
-def assert_close_on(device: str, name: str) -> Callable[[Tensor, Tensor], None]:
+def assert_close_on(device, name):
     """assert_close(found, wanted) with the tolerance of the type of `draw_on`."""
     is_rough = device.startswith("cuda") and name == "attention"
     tolerance = {"rtol": 0.02, "atol": 0.02} if is_rough else {}
@@ -61,7 +52,7 @@ fused_only = pytest.mark.parametrize("through_ops", ["fused"], indirect=True)
 
 
 @pytest.mark.parametrize(("name", "case"), of_ops("cases"))
-def test_opcheck_of_forward(name: str, case: str, device: str) -> None:
+def test_opcheck_of_forward(name, case, device):
     family = FAMILIES[name]
     arguments = family.arguments(draw_on(device, name), **family.cases[case])
     op_checks.check_op(family.forward, arguments, is_traced=case in family.traced)
@@ -75,22 +66,20 @@ def test_opcheck_of_forward(name: str, case: str, device: str) -> None:
     ],
 )
 @pytest.mark.parametrize("out", [torch.float16, torch.float32])
-def test_opcheck_of_other_ranks(
-    name: str, shape: tuple[int, ...], out: torch.dtype, device: str
-) -> None:
+def test_opcheck_of_other_ranks(name, shape, out, device):
     arguments = FAMILIES[name].arguments(Draw(device), shape, out=out, return_lse=True)
     op_checks.check_op(FAMILIES[name].forward, arguments, is_traced=out == torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_opcheck_of_other_types(dtype: torch.dtype) -> None:
+def test_opcheck_of_other_types(dtype):
     family = FAMILIES["attention"]
     arguments = family.arguments(Draw(dtype=dtype), **family.cases["shared bias"])
     op_checks.check_op(attention_forward, arguments, is_traced=False)
 
 
 @pytest.mark.parametrize(("name", "case"), of_ops("backward_cases"))
-def test_opcheck_of_backward(name: str, case: str, device: str) -> None:
+def test_opcheck_of_backward(name, case, device):
     family = FAMILIES[name]
     arguments = family.backward_arguments(draw_on(device, name), **family.backward_cases[case])
     op_checks.check_op(family.backward, arguments, is_traced=case in family.traced)
@@ -99,7 +88,7 @@ def test_opcheck_of_backward(name: str, case: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["shared bias", "relative in groups", "sink", "[b, s, h, d]"])
-def test_opcheck_of_attention_in_blocks(case: str, device: str) -> None:
+def test_opcheck_of_attention_in_blocks(case, device):
     """Compiled code calls it on every device."""
     family = FAMILIES["attention"]
     in_blocks = torch.ops.megasoftmax.attention_in_blocks_forward.default
@@ -113,14 +102,14 @@ def test_opcheck_of_attention_in_blocks(case: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("has_all", [False, True])
-def test_opcheck_of_dropout_backward(has_all: bool, device: str) -> None:
+def test_opcheck_of_dropout_backward(has_all, device):
     torch.manual_seed(0)
     torch.library.opcheck(
         softmax_dropout_backward, dropout_backward_arguments(Draw(device), has_all)
     )
 
 
-def test_opcheck_of_candidates(device: str) -> None:
+def test_opcheck_of_candidates(device):
     family = FAMILIES["topk"]
     logits, *rest = family.arguments(Draw(device), mask=(2, 3, 7), candidates=True)
     torch.library.opcheck(topk_forward, (logits.detach(), *rest))
@@ -130,7 +119,7 @@ def test_opcheck_of_candidates(device: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "[b, s, h, d]", "misaligned"])
-def test_gradients_lie_as_their_tensors(case: str, device: str) -> None:
+def test_gradients_lie_as_their_tensors(case, device):
     family = FAMILIES["attention"]
     options = {"is_transposed": case != "plain", "bias": (1, 1, 5, 7)}
     arguments = [*family.backward_arguments(draw_on(device, "attention"), **options)]
@@ -143,14 +132,14 @@ def test_gradients_lie_as_their_tensors(case: str, device: str) -> None:
         assert gradient.stride() == torch.empty_like(tensor).stride()
 
 
-def with_derivatives(family: Family, op: Any, given: tuple[Any, ...]) -> Callable[..., Any]:
+def with_derivatives(family, op, given):
     """The op as a function of what requires gradients.
 
     Of statistics the log-sum-exp alone has a gradient.
     """
     where = [i for i, each in enumerate(given) if isinstance(each, Tensor) and each.requires_grad]
 
-    def function(*inputs: Tensor) -> Any:
+    def function(*inputs):
         arguments = [*given]
         for i, each in zip(where, inputs, strict=True):
             arguments[i] = each
@@ -174,7 +163,7 @@ def with_derivatives(family: Family, op: Any, given: tuple[Any, ...]) -> Callabl
         *(("softmax", "dropout backward", has_all) for has_all in (False, True)),
     ],
 )
-def test_derivatives_of_the_ops(name: str, direction: str, case: Any) -> None:
+def test_derivatives_of_the_ops(name, direction, case):
     torch.manual_seed(0)
     family, draw = FAMILIES[name], Draw(dtype=torch.float64)
     if direction == "forward":
@@ -191,14 +180,14 @@ def test_derivatives_of_the_ops(name: str, direction: str, case: Any) -> None:
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_third_derivatives_of_topk(renormalize: bool) -> None:
+def test_third_derivatives_of_topk(renormalize):
     torch.manual_seed(0)
     options = {"shape": (2, 5), "bias": (2, 1), "mask": (5,), "renormalize": renormalize}
     given = FAMILIES["topk"].arguments(Draw(dtype=torch.float64), **options)
     inputs = op_checks.in_need(given)
     function = with_derivatives(FAMILIES["topk"], topk_forward, given)
 
-    def gradient(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def gradient(*inputs):
         p, lse = function(*inputs)
         loss = (p * p * p).sum() + lse.square().sum()
         return torch.autograd.grad(loss, inputs, create_graph=True)
@@ -206,7 +195,7 @@ def test_third_derivatives_of_topk(renormalize: bool) -> None:
     assert torch.autograd.gradgradcheck(gradient, inputs, fast_mode=True)
 
 
-def test_sink_gradient_of_the_op_needs_lse() -> None:
+def test_sink_gradient_of_the_op_needs_lse():
     family = FAMILIES["softmax"]
     with pytest.raises(ValueError, match="return_lse"):
         family.forward(*family.arguments(Draw(), sink=(3,), return_lse=False))
@@ -214,7 +203,7 @@ def test_sink_gradient_of_the_op_needs_lse() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "case"), of_ops("cases"))
-def test_ops_agree_between_cpu_and_gpu(name: str, case: str) -> None:
+def test_ops_agree_between_cpu_and_gpu(name, case):
     if (name, case) in (("softmax", "dropout"), ("topk", "k 0")):
         pytest.skip("no kernels drop in this op, and none select nothing")
     assert library.load().available
@@ -229,14 +218,14 @@ def test_ops_agree_between_cpu_and_gpu(name: str, case: str) -> None:
     if (name, case) == ("columns", "float16"):  # the gradient is made of rounded probabilities
         close = {"rtol": 2e-3, "atol": 1e-3}
 
-    def op(*arguments: Any) -> tuple[Tensor, ...]:
+    def op(*arguments):
         output, *others = family.forward(*arguments)
         if is_attention:
             (statistics,) = others
             others = [statistics.masked_fill(~statistics[2].isfinite(), 0)]
         return output, *others
 
-    def loss(results: tuple[Tensor, ...]) -> Tensor:
+    def loss(results):
         output, *_, lse = results
         weights = torch.linspace(-1, 1, output.numel(), device=output.device)
         lse = lse if name in ("softmax", "columns") else lse[2]
@@ -256,7 +245,7 @@ def test_ops_agree_between_cpu_and_gpu(name: str, case: str) -> None:
         ("attention", "attention", "shared bias"),
     ],
 )
-def test_fused_path_calls_the_ops(name: str, module: str, case: str) -> None:
+def test_fused_path_calls_the_ops(name, module, case):
     arguments = FAMILIES[name].arguments(Draw(), **FAMILIES[name].cases[case])
     if name == "columns":
         scores, scale, dtype, lse = arguments
@@ -278,7 +267,7 @@ def test_fused_path_calls_the_ops(name: str, module: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_in_float64(name: str) -> None:
+def test_gradients_in_float64(name):
     """The fused path takes no float64. Its op is checked above."""
     torch.manual_seed(0)
     family, draw = FAMILIES[name], Draw(dtype=torch.float64)
@@ -289,7 +278,7 @@ def test_gradients_in_float64(name: str) -> None:
         mask.view(2, -1)[0, : mask.shape[-1] - 1] = False
         mask[0, ..., 0] = False
 
-    def function(*inputs: Tensor) -> list[Tensor]:
+    def function(*inputs):
         results = family.call(*inputs, *([] if mask is None else [mask]))
         return [each.masked_fill(each == -INF, 0) for each in results if each.is_floating_point()]
 
@@ -298,7 +287,7 @@ def test_gradients_in_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_gradient_of_one_output(used: int, through_ops: bool) -> None:
+def test_gradient_of_one_output(used, through_ops):
     scores = torch.randn(SHAPE, requires_grad=True)
     exact = scores.detach().double().requires_grad_()
     expected = (exact.softmax(-1), exact.logsumexp(-1))[used].square().sum()
@@ -307,31 +296,31 @@ def test_gradient_of_one_output(used: int, through_ops: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(actual, scores)[0], wanted.float())
 
 
-def of_topk(renormalize: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    def dense(x: Tensor) -> Tensor:
+def of_topk(renormalize):
+    def dense(x):
         z = 0.5 * x
         indices = z.topk(3).indices
         return (
             z.gather(-1, indices).softmax(-1) if renormalize else z.softmax(-1).gather(-1, indices)
         )
 
-    def ours(x: Tensor, **options: Any) -> Tensor:
+    def ours(x, **options):
         return megasoftmax.softmax_topk(x, 3, scale=0.5, renormalize=renormalize, **options)[0]
 
     return ours, dense
 
 
-def is_hidden(x: Tensor) -> Tensor:
+def is_hidden(x):
     return torch.arange(x.numel(), device=x.device).view(x.shape) % 3 == 1
 
 
-def softmax_and_lse(x: Tensor, **options: Any) -> Tensor:
+def softmax_and_lse(x, **options):
     p, lse = megasoftmax.softmax(x, scale=0.5, return_lse=True, **options)
     return torch.cat([p, lse.sin().unsqueeze(options.get("dim", -1))], options.get("dim", -1))
 
 
 # With the formula that torch derives.
-DENSE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+DENSE = {
     "softmax": (
         softmax_and_lse,
         lambda x: torch.cat([(x / 2).softmax(-1), (x / 2).logsumexp(-1, True).sin()], -1),
@@ -350,7 +339,7 @@ DENSE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 
 
 @pytest.mark.parametrize("case", DENSE)
-def test_second_derivatives(case: str, through_ops: bool, device: str) -> None:
+def test_second_derivatives(case, through_ops, device):
     """By autograd and by transforms."""
     functions = (partial(DENSE[case][0], fused=through_ops), DENSE[case][1])
     ours, dense = (lambda x, f=f: f(x).square().sum() for f in functions)
@@ -364,23 +353,18 @@ def test_second_derivatives(case: str, through_ops: bool, device: str) -> None:
     torch.testing.assert_close(hessian, torch.autograd.functional.hessian(dense, x))
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+def plain_attention(query, key, value, bias):
     key, value = (repeat(t, "b hk n x -> b (hk shared) n x", shared=2) for t in (key, value))
     return (query @ key.mT * query.shape[-1] ** -0.5 + bias).softmax(-1) @ value
 
 
 @pytest.mark.parametrize("block", [2**22, 30])
-def test_derivatives_of_attention_of_any_order(
-    block: int, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_derivatives_of_attention_of_any_order(block, monkeypatch, device):
     monkeypatch.setattr(reference.attention, "BLOCK", block)
     inputs = FAMILIES["attention"].draw(Draw(device, torch.float64))[:4]
     *given, bias = inputs
     found = []
-    for output in (
-        megasoftmax.attention(*given, bias=bias, fused=False),
-        plain_attention(*inputs),
-    ):
+    for output in (megasoftmax.attention(*given, bias=bias, fused=False), plain_attention(*inputs)):
         derivatives = [output]
         for _ in range(3):
             loss = sum(each.sin().sum() for each in derivatives)
@@ -389,11 +373,11 @@ def test_derivatives_of_attention_of_any_order(
     op_checks.assert_all_close(*found)
 
 
-def test_second_derivatives_of_attention_by_transforms() -> None:
+def test_second_derivatives_of_attention_by_transforms():
     draw = Draw(dtype=torch.float64)
     query, key, value, bias, *_ = (e.detach() for e in FAMILIES["attention"].draw(draw, 1, 2, 7))
 
-    def loss(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    def loss(function):
         return lambda query: function(query, key, value, bias=bias).square().sum()
 
     second = torch.func.jacrev(torch.func.jacrev(loss(megasoftmax.attention)))(query)
@@ -402,7 +386,7 @@ def test_second_derivatives_of_attention_by_transforms() -> None:
 
 
 @fused_only
-def test_second_derivative_of_attention_is_refused(through_ops: bool, device: str) -> None:
+def test_second_derivative_of_attention_is_refused(through_ops, device):
     query, key, value, bias, *_ = FAMILIES["attention"].draw(draw_on(device, "attention"))
     message = "expected to be differentiated once, got a second derivative; fused=False"
     arguments = FAMILIES["attention"].arguments(draw_on(device, "attention"))
@@ -414,7 +398,7 @@ def test_second_derivative_of_attention_is_refused(through_ops: bool, device: st
         with pytest.raises(NotImplementedError, match=message):
             first.sum().backward()
 
-    def loss(query: Tensor) -> Tensor:
+    def loss(query):
         inputs = (query, key.detach(), value.detach())
         return megasoftmax.attention(*inputs, fused=True).square().sum()
 
@@ -430,9 +414,7 @@ def test_second_derivative_of_attention_is_refused(through_ops: bool, device: st
         *(("attention", changed) for changed in ("output", "query", "key", "value", "bias")),
     ],
 )
-def test_in_place_change_is_noticed(
-    name: str, changed: str, through_ops: bool, device: str
-) -> None:
+def test_in_place_change_is_noticed(name, changed, through_ops, device):
     if name == "columns" and not through_ops:
         pytest.skip("the result is a copy of what the gradient needs")
     family = FAMILIES[name]
@@ -444,7 +426,7 @@ def test_in_place_change_is_noticed(
         output.sum().backward()
 
 
-def test_bias_of_softmax_may_change_before_the_backward(through_ops: bool) -> None:
+def test_bias_of_softmax_may_change_before_the_backward(through_ops):
     scores, bias, *_ = FAMILIES["softmax"].draw(Draw())
     found = []
     for change in (False, True):
@@ -457,11 +439,11 @@ def test_bias_of_softmax_may_change_before_the_backward(through_ops: bool) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_recorded_without_need(name: str, through_ops: bool) -> None:
+def test_nothing_is_recorded_without_need(name, through_ops):
     family = FAMILIES[name]
     inputs = family.draw(Draw())
 
-    def which_need(*inputs: Tensor) -> list[bool]:
+    def which_need(*inputs):
         results = family.call(*inputs, fused=through_ops)
         assert not any(each.requires_grad for each in results if not each.is_floating_point())
         return [each.requires_grad for each in results]
@@ -474,7 +456,7 @@ def test_nothing_is_recorded_without_need(name: str, through_ops: bool) -> None:
         assert any(which_need(*some)) == one.requires_grad
 
 
-def test_gradient_of_the_bias_of_topk_alone(through_ops: bool) -> None:
+def test_gradient_of_the_bias_of_topk_alone(through_ops):
     family = FAMILIES["topk"]
     logits, bias, mask = family.draw(Draw())
     found = [
@@ -501,9 +483,7 @@ def test_gradient_of_the_bias_of_topk_alone(through_ops: bool) -> None:
         ),
     ],
 )
-def test_mixed_types(
-    name: str, last: torch.dtype, other: torch.dtype, through_ops: bool, device: str
-) -> None:
+def test_mixed_types(name, last, other, through_ops, device):
     """Scores, or queries, keys and values, in bfloat16, beside the last tensor and others."""
     family = FAMILIES[name]
     *inputs, mask = family.draw(Draw(device))
@@ -526,7 +506,7 @@ def test_mixed_types(
 
 @pytest.mark.parametrize("name", NAMES)
 @op_checks.static_and_dynamic
-def test_compile(name: str, through_ops: bool, device: str, dynamic: bool) -> None:
+def test_compile(name, through_ops, device, dynamic):
     function = partial(FAMILIES[name].call, fused=through_ops)
     inputs = FAMILIES[name].draw(draw_on(device, name))
     # See docs/limits.md.
@@ -536,7 +516,7 @@ def test_compile(name: str, through_ops: bool, device: str, dynamic: bool) -> No
         op_checks.check_compiled(function, gradients_of, inputs, dynamic, close)
 
 
-def test_attention_is_compiled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_compiled_in_blocks(monkeypatch):
     """On a CPU: what is compiled knows no device, and torch 2.11 takes minutes for it."""
     monkeypatch.setattr(reference.attention, "BLOCK", 40)
     torch.manual_seed(0)
@@ -547,24 +527,24 @@ def test_attention_is_compiled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_compiled_once_for_all_lengths(name: str, through_ops: bool, device: str) -> None:
+def test_compiled_once_for_all_lengths(name, through_ops, device):
     draw = partial(FAMILIES[name].draw, draw_on(device, name))
     function = partial(FAMILIES[name].call, fused=through_ops)
     op_checks.check_compiled_once(function, draw, assert_close_on(device, name))
 
 
 class Called(torch.nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function):
         super().__init__()
         self.function = function
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs):
         return self.function(*inputs)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(name: str, through_ops: bool, device: str, strict: bool) -> None:
+def test_export(name, through_ops, device, strict):
     family = FAMILIES[name]
     inputs = tuple(each.detach() for each in family.draw(draw_on(device, name), 5))
     module, batch = (
@@ -592,7 +572,7 @@ def test_export(name: str, through_ops: bool, device: str, strict: bool) -> None
     ("name", "batched"),
     [(name, batched) for name in NAMES for batched in (*FAMILIES[name].names, "all")],
 )
-def test_vmap(name: str, batched: str, through_ops: bool, device: str) -> None:
+def test_vmap(name, batched, through_ops, device):
     """Results and gradients of each example. Tensors that examples share have gradients too."""
     family = FAMILIES[name]
     function = partial(family.call, fused=through_ops)
@@ -615,7 +595,7 @@ def test_vmap(name: str, batched: str, through_ops: bool, device: str) -> None:
     [("softmax", "causal window"), ("columns", "lse"), ("topk", "plain")]
     + [("attention", case) for case in FAMILIES["attention"].cases],
 )
-def test_vmap_of_the_plain_ops(name: str, case: str, device: str) -> None:
+def test_vmap_of_the_plain_ops(name, case, device):
     family = FAMILIES[name]
     first, *rest = (
         each.detach() if isinstance(each, Tensor) else each
@@ -626,7 +606,7 @@ def test_vmap_of_the_plain_ops(name: str, case: str, device: str) -> None:
     op_checks.check_vmap(lambda x: family.forward(x, *rest), [examples], [2], close)
 
 
-def test_vmap_of_the_backward_op_of_columns(device: str) -> None:
+def test_vmap_of_the_backward_op_of_columns(device):
     _, *rest = FAMILIES["columns"].backward_arguments(Draw(device))
     gradient, op = torch.randn(2, 5, 3, 4, device=device), FAMILIES["columns"].backward
     op_checks.check_vmap(lambda g: (op(g.contiguous(), *rest),), [gradient], [3])
@@ -645,7 +625,7 @@ def test_vmap_of_the_backward_op_of_columns(device: str) -> None:
     ],
     ids=["softmax", "options", "columns", "dropout", "topk", "attention", "attention with options"],
 )
-def test_many_gradients_at_a_time(function: Callable[[Tensor], Tensor], device: str) -> None:
+def test_many_gradients_at_a_time(function, device):
     """Autograd vmaps the backward pass by a vmap of its own, which is not that of torch.func."""
     x = torch.randn(1, 2, 3, 4, device=device)
     jacobian = torch.autograd.functional.jacobian
@@ -657,7 +637,7 @@ def test_many_gradients_at_a_time(function: Callable[[Tensor], Tensor], device: 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(name: str, through_ops: bool, device: str, reentrant: bool) -> None:
+def test_checkpointing(name, through_ops, device, reentrant):
     function = partial(FAMILIES[name].call, fused=through_ops)
     inputs = FAMILIES[name].draw(draw_on(device, name))
     # For attention in plain torch cuBLAS would ask for a setting.
@@ -667,9 +647,7 @@ def test_checkpointing(name: str, through_ops: bool, device: str, reentrant: boo
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
-def test_autocast_changes_nothing(
-    name: str, through_ops: bool, device: str, cast: torch.dtype
-) -> None:
+def test_autocast_changes_nothing(name, through_ops, device, cast):
     function, inputs = (
         partial(FAMILIES[name].call, fused=through_ops),
         FAMILIES[name].draw(Draw(device)),
@@ -679,9 +657,7 @@ def test_autocast_changes_nothing(
 
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backward_too", [False, True])
-def test_autocast_changes_nothing_but_types_of_attention(
-    through_ops: bool, device: str, cast: torch.dtype, backward_too: bool
-) -> None:
+def test_autocast_changes_nothing_but_types_of_attention(through_ops, device, cast, backward_too):
     inputs = FAMILIES["attention"].draw(draw_on(device, "attention"))[:3]
     attention = partial(megasoftmax.attention, causal=True, fused=through_ops)
     expected = attention(*(each.to(cast) for each in inputs))
@@ -697,12 +673,12 @@ def test_autocast_changes_nothing_but_types_of_attention(
 # CUDA
 
 
-def halves(*shapes: tuple[int, ...]) -> list[Tensor]:
+def halves(*shapes):
     return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
 
 
 @pytest.mark.gpu
-def test_side_stream() -> None:
+def test_side_stream():
     _, key, value = halves(*[(2, 8, 512, 64)] * 3)
     for shape, function in (
         ((64, 1024), lambda x: [megasoftmax.softmax(x, fused=True)]),
@@ -714,12 +690,12 @@ def test_side_stream() -> None:
         op_checks.assert_all_equal(op_checks.on_late_input(function, x), function(x))
 
 
-def of_attention(*inputs: Tensor) -> Any:
+def of_attention(*inputs):
     options = {"causal": True, "sink": 0.5, "return_lse": True, "fused": True}
     return megasoftmax.attention(*inputs[:3], bias=inputs[3], **options)
 
 
-def of_a_vocabulary(logits: Tensor) -> Any:
+def of_a_vocabulary(logits):
     return megasoftmax.softmax_topk(logits, 20, return_lse=True, fused=True)
 
 
@@ -738,10 +714,7 @@ def of_a_vocabulary(logits: Tensor) -> Any:
             )
             for columns in (37, 1000, 9001, 40000)
         ),
-        (
-            lambda x: (megasoftmax.softmax(x, dim=1, fused=True),),
-            lambda: halves((4, 300, 200)),
-        ),
+        (lambda x: (megasoftmax.softmax(x, dim=1, fused=True),), lambda: halves((4, 300, 200))),
         *(
             (
                 of_a_vocabulary,
@@ -758,7 +731,7 @@ def of_a_vocabulary(logits: Tensor) -> Any:
         ),
     ],
 )
-def test_cuda_graph(function: Callable[..., Any], draw: Callable[[], Any]) -> None:
+def test_cuda_graph(function, draw):
     inputs = draw()
     with deterministic(function is of_attention):
         step = partial(gradients_of, function, *inputs)
@@ -768,7 +741,7 @@ def test_cuda_graph(function: Callable[..., Any], draw: Callable[[], Any]) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fused", [False, True])
-def test_never_synchronises(name: str, fused: bool) -> None:
+def test_never_synchronises(name, fused):
     function = partial(FAMILIES[name].call, fused=fused)
     inputs = FAMILIES[name].draw(draw_on("cuda", name))
     function(*inputs)
@@ -780,7 +753,7 @@ def test_never_synchronises(name: str, fused: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("name", NAMES)
-def test_other_device_is_current(name: str) -> None:
+def test_other_device_is_current(name):
     inputs = FAMILIES[name].draw(draw_on("cuda:1", name))
     run = partial(gradients_of, FAMILIES[name].call, *inputs)
     exact = op_checks.assert_equal
@@ -789,7 +762,7 @@ def test_other_device_is_current(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_fused_attention_makes_no_tensor_of_queries_and_keys() -> None:
+def test_fused_attention_makes_no_tensor_of_queries_and_keys():
     length = 8192
     inputs = halves(*[(1, 4, length, 64)] * 3)
     table = torch.randn(4, 2 * length - 1, device="cuda").requires_grad_()

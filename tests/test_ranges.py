@@ -3,8 +3,6 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import op_checks
 import oracle
@@ -33,12 +31,12 @@ INF, NAN = torch.inf, torch.nan
 Visible = tuple[Tensor | None, Tensor | None]
 
 
-def check_attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
+def check_attention(query, key, value, **arguments):
     function = attention_on(query.device.type, query.dtype)
     return oracle_attention.check(function, query, key, value, **arguments)
 
 
-def check_softmax(scores: Tensor, **arguments: Any) -> Any:
+def check_softmax(scores, **arguments):
     # Leading dimensions of a range of fewer dimensions do not merge.
     fused = True if scores.is_cuda and scores.dim() < 5 else None
     return oracle.check(functools.partial(megasoftmax.softmax, fused=fused), scores, **arguments)
@@ -47,24 +45,24 @@ def check_softmax(scores: Tensor, **arguments: Any) -> Any:
 # Ranges of all kinds, for [batch, heads, queries] and a number of keys
 
 
-def integers(low: int, high: int, shape: tuple[int, ...], seed: int) -> Tensor:
+def integers(low, high, shape, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high + 1, shape, generator=generator)
 
 
-def random(b: int, h: int, m: int, n: int) -> Visible:
+def random(b, h, m, n):
     """Some are empty, or end before they begin, and some reach beyond the keys."""
     first = integers(-n // 2 - 1, n + 1, (b, h, m), seed=1)
     return first, first + integers(-2, n + 2, (b, h, m), seed=2)
 
 
-def narrow(b: int, h: int, m: int, n: int) -> Visible:
+def narrow(b, h, m, n):
     """A few keys for each query, anywhere."""
     first = integers(0, max(n - 1, 0), (1, h, m), seed=3)
     return first, first + integers(0, 5, (1, h, m), seed=4)
 
 
-def lengths_of_documents(tokens: int) -> list[int]:
+def lengths_of_documents(tokens):
     """Some are empty, and one token is left over."""
     found = []
     for length in itertools.cycle((1, 0, 30, 64, 3, 129)):
@@ -74,27 +72,27 @@ def lengths_of_documents(tokens: int) -> list[int]:
     return found
 
 
-def offsets(lengths: list[int]) -> Tensor:
+def offsets(lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def packed(b: int, h: int, m: int, n: int) -> Visible:
+def packed(b, h, m, n):
     first, end = ranges.packed(offsets(lengths_of_documents(n)), n)
     where = torch.arange(m) * n // max(m, 1)
     return first[..., where], end[..., where]
 
 
-def padded(b: int, h: int, m: int, n: int) -> Visible:
+def padded(b, h, m, n):
     """Left and right."""
     return ranges.padding(torch.stack([torch.arange(n) >= n // 3, torch.arange(n) <= n // 2])[:b])
 
 
-def block_causal(b: int, h: int, m: int, n: int) -> Visible:
+def block_causal(b, h, m, n):
     """Steps of 64 tokens, as in block-wise decoding."""
     return None, (torch.arange(m) // 64 + 1) * 64
 
 
-KINDS: dict[str, Callable[..., Visible]] = {
+KINDS = {
     "random": random,
     "narrow": narrow,
     "packed": packed,
@@ -121,13 +119,13 @@ KINDS: dict[str, Callable[..., Visible]] = {
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def on(device: str, visible: Visible) -> Visible:
+def on(device, visible):
     """With the same strides."""
     first, end = (None if each is None else each.to(device) for each in visible)
     return first, end
 
 
-def mask_of(visible: Visible, keys: int) -> Tensor:
+def mask_of(visible, keys):
     first, end = visible
     key = torch.arange(keys, device=(end if first is None else first).device)
     excluded = torch.zeros(1, dtype=torch.bool, device=key.device)
@@ -148,7 +146,7 @@ LARGE += [(130, 4300), (4300, 130)]  # more than the 32 tiles that a word of a n
 @on_all_kernels
 @kinds
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_attention_at_edges_of_tiles(kind: str, dim: int, device: str) -> None:
+def test_attention_at_edges_of_tiles(kind, dim, device):
     """All gradients but those of a bias."""
     on_cpu = EDGES[dim // 64 :: 4]
     for lengths in (*EDGES, *LARGE) if device == "cuda" else on_cpu:
@@ -158,7 +156,7 @@ def test_attention_at_edges_of_tiles(kind: str, dim: int, device: str) -> None:
             check_attention(q, k, v, visible=visible, what=f"{lengths}")
 
 
-BIASES: dict[str, Callable[[int, int], tuple[int, ...]] | None] = {
+BIASES = {
     "none": None,
     "dense": lambda m, n: (2, 4, m, n),
     "shared": lambda m, n: (1, 4, m, n),
@@ -169,7 +167,7 @@ BIASES: dict[str, Callable[[int, int], tuple[int, ...]] | None] = {
     "relative": lambda m, n: (4, m + n - 1),
     "relative of batches": lambda m, n: (2, 4, m + n - 1),
 }
-BESIDE: dict[str, dict[str, Any]] = {
+BESIDE = {
     "nothing": {},
     "causal": {"causal": True},
     "window": {"window": (9, 2)},
@@ -182,7 +180,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("bias", BIASES)
-def test_attention_beside_others(bias: str, beside: str, device: str) -> None:
+def test_attention_beside_others(bias, beside, device):
     cases = (("random", (70, 133)), ("narrow", (3, 33)), ("packed", (130, 130)))
     for number, (kind, lengths) in enumerate(cases):
         given = dict(BESIDE[beside])
@@ -204,7 +202,7 @@ def test_attention_beside_others(bias: str, beside: str, device: str) -> None:
 
 
 @kinds
-def test_attention_is_that_of_the_mask(kind: str) -> None:
+def test_attention_is_that_of_the_mask(kind):
     """Bit for bit, in plain torch."""
     lengths = (70, 90)
     given = [each.requires_grad_() for each in tensors("cpu", lengths=lengths)]
@@ -219,12 +217,12 @@ def test_attention_is_that_of_the_mask(kind: str) -> None:
         assert bits_equal(one, other)
 
 
-def test_attention_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_blocks(monkeypatch):
     """The reference cuts ranges, and blocks of a mask, along batches, heads and queries."""
     lengths = (150, 130)
     given = [each.requires_grad_() for each in tensors("cpu", lengths=lengths)]
     blocks = coin(2, 4, 3, 3, device="cpu")
-    cases: list[dict[str, Any]] = [{"visible": make(2, 4, *lengths)} for make in KINDS.values()]
+    cases = [{"visible": make(2, 4, *lengths)} for make in KINDS.values()]
     cases += [{"mask": TileMask.from_blocks(blocks[:b, :h], 64)} for b in (1, 2) for h in (1, 4)]
     for limits in cases:
         found = []
@@ -239,10 +237,10 @@ def test_attention_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", ["none", "shared", "dense"])
 @pytest.mark.parametrize("kind", ["random", "packed", "ends"])
-def test_attention_in_order(kind: str, bias: str) -> None:
+def test_attention_in_order(kind, bias):
     lengths = (200, 300)
     q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=(64, 64))
-    given: dict[str, Any] = {}
+    given = {}
     if (shape := BIASES[bias]) is not None:
         table = normal(*shape(*lengths), device="cuda", dtype=torch.bfloat16, seed=4)
         given["bias"] = table.requires_grad_()
@@ -255,7 +253,7 @@ def test_attention_in_order(kind: str, bias: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("has_table", [False, True])
 @pytest.mark.parametrize("kind", ["random", "packed", "ends", "nothing", "apart", "mask"])
-def test_blocks_take_several_tiles(kind: str, has_table: bool, dim: int) -> None:
+def test_blocks_take_several_tiles(kind, has_table, dim):
     """More tiles of queries than multiprocessors, some of which see nothing."""
     lengths = (1100, 900)
     heads = 32
@@ -264,10 +262,10 @@ def test_blocks_take_several_tiles(kind: str, has_table: bool, dim: int) -> None
         torch.randn(2, heads, length, dim, generator=generator).cuda().bfloat16().requires_grad_()
         for length in (lengths[0], lengths[1], lengths[1])
     )
-    given: dict[str, Any] = {}
+    given = {}
     if kind == "apart":  # neighbouring tiles see keys that lie far from each other
         first = torch.arange(lengths[0]) // 64 * 389 % 800
-        visible: Visible = (first[None, None], first[None, None] + 70)
+        visible = (first[None, None], first[None, None] + 70)
     elif kind == "mask":  # of some tiles all is excluded, of others nothing
         tiles = coin(2, 1, 18, 15, device="cuda").repeat_interleave(64, 2).repeat_interleave(64, 3)
         given["mask"] = tiles[:, :, : lengths[0], : lengths[1]].clone()
@@ -285,13 +283,13 @@ def test_blocks_take_several_tiles(kind: str, has_table: bool, dim: int) -> None
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("keys", [48, 200])
 @pytest.mark.parametrize("kind", ["nothing", "mask", "dropout"])
-def test_blocks_take_many_tiles_of_few_keys(kind: str, keys: int, dims: tuple[int, int]) -> None:
+def test_blocks_take_many_tiles_of_few_keys(kind, keys, dims):
     """What is copied and assigned for a tile follows soon on that of the tile before."""
     q, k, v = (
         torch.randn(2, 32, length, dim, device="cuda", dtype=torch.bfloat16)
         for length, dim in ((4096, dims[0]), (keys, dims[0]), (keys, dims[1]))
     )
-    given: dict[str, Any] = {}
+    given = {}
     if kind == "dropout":
         given = {"dropout": 0.2, "seed": torch.tensor([3], device="cuda")}
     elif kind == "nothing":
@@ -307,7 +305,7 @@ def test_blocks_take_many_tiles_of_few_keys(kind: str, keys: int, dims: tuple[in
     torch.testing.assert_close(found[0][:1, :2].float(), wanted, atol=0.02, rtol=0.02)
 
 
-def test_nothing_is_a_row_of_zeros(device: str) -> None:
+def test_nothing_is_a_row_of_zeros(device):
     dtype = dtypes_on(device)[-1]
     q, k, v = (each.requires_grad_() for each in tensors(device, dtype, lengths=(40, 70)))
     for visible in (KINDS["nothing"](2, 4, 40, 70), (torch.tensor(9), torch.tensor(3))):
@@ -320,7 +318,7 @@ def test_nothing_is_a_row_of_zeros(device: str) -> None:
             assert (gradient == 0).all()
 
 
-def test_none_and_none_limit_nothing(device: str) -> None:
+def test_none_and_none_limit_nothing(device):
     """As no `visible`: a plain row of -inf is NaN."""
     scores = torch.full((3, 5), -INF, device=device)
     assert megasoftmax.softmax(scores, visible=(None, None)).isnan().all()
@@ -336,7 +334,7 @@ COLUMNS = [1, 8, 9, 31, 64, 257, 1000, 1024, 2049, 4097, 12289, 40001]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("beside", BESIDE)
-def test_softmax(shape: tuple[int, ...], beside: str, device: str) -> None:
+def test_softmax(shape, beside, device):
     rows, keys = shape[:-1], shape[-1]
     given = dict(BESIDE[beside])
     if len(shape) < 2:
@@ -359,7 +357,7 @@ def test_softmax(shape: tuple[int, ...], beside: str, device: str) -> None:
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("kind", ["random", "narrow", "packed", "first alone", "nothing"])
-def test_softmax_of_any_length(kind: str, columns: int, device: str) -> None:
+def test_softmax_of_any_length(kind, columns, device):
     for queries in (3, 300) if device == "cuda" else (3,):
         visible = on(device, KINDS[kind](2, 2, queries, columns))
         for dtype in (torch.float32, torch.bfloat16):
@@ -369,9 +367,7 @@ def test_softmax_of_any_length(kind: str, columns: int, device: str) -> None:
 
 @pytest.mark.parametrize("columns", [65, 4097, pytest.param(40001, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [(1, 2, 1), ()], ids=str)
-def test_softmax_sums_the_gradient_of_a_bias(
-    shape: tuple[int, ...], columns: int, device: str
-) -> None:
+def test_softmax_sums_the_gradient_of_a_bias(shape, columns, device):
     """Over rows of which each sees another range."""
     visible = on(device, KINDS["random"](2, 2, 9, columns))
     scores = normal(2, 2, 9, columns, device=device)
@@ -379,7 +375,7 @@ def test_softmax_sums_the_gradient_of_a_bias(
     check_softmax(scores, visible=visible, bias=bias)
 
 
-def test_softmax_needs_nothing_outside(device: str) -> None:
+def test_softmax_needs_nothing_outside(device):
     """NaN and inf there change nothing, nor do they among incoming gradients."""
     scores = normal(2, 3, 40, 1000, device=device)
     visible = on(device, random(2, 3, 40, 1000))
@@ -397,7 +393,7 @@ def test_softmax_needs_nothing_outside(device: str) -> None:
         assert all(bits_equal(one, other) for other in others)
 
 
-def test_softmax_backward(device: str) -> None:
+def test_softmax_backward(device):
     visible = on(device, random(2, 3, 40, 100))
     scores = normal(2, 3, 40, 100, device=device).requires_grad_()
     g = normal(2, 3, 40, 100, device=device, seed=1)
@@ -408,7 +404,7 @@ def test_softmax_backward(device: str) -> None:
         torch.testing.assert_close(backward(g, p.detach(), scale=0.3, **given), expected)
 
 
-def test_second_derivatives_of_attention() -> None:
+def test_second_derivatives_of_attention():
     """test_ops.py has those of softmax."""
     given = tensors("cpu", torch.float64, batch=1, heads=(2, 1), lengths=(4, 5), dims=(3, 2))
     leaves = [each.requires_grad_() for each in given]
@@ -417,7 +413,7 @@ def test_second_derivatives_of_attention() -> None:
     assert torch.autograd.gradgradcheck(attention, leaves, fast_mode=True)
 
 
-def test_forward_mode() -> None:
+def test_forward_mode():
     visible = random(1, 2, 4, 5)
     scores = normal(1, 2, 4, 5, device="cpu", dtype=torch.float64)
     given = tensors("cpu", torch.float64, batch=1, heads=(2, 1), lengths=(4, 5), dims=(3, 2))
@@ -431,22 +427,22 @@ def test_forward_mode() -> None:
 
 
 @pytest.fixture
-def functions(through_ops: bool) -> tuple[Any, Any, Any]:
+def functions(through_ops):
     """softmax, attention and attention_varlen."""
     public = (megasoftmax.softmax, megasoftmax.attention, megasoftmax.attention_varlen)
     return tuple(functools.partial(each, fused=through_ops) for each in public)
 
 
-def dtype_of(device: str) -> torch.dtype:
+def dtype_of(device):
     return torch.float32 if device == "cpu" else torch.bfloat16
 
 
-def closeness(device: str) -> dict[str, float]:
+def closeness(device):
     return {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
 
 
 @pytest.mark.parametrize("batched", [(True, True), (True, False), (False, True)], ids=str)
-def test_vmap(functions: Any, device: str, batched: tuple[bool, bool]) -> None:
+def test_vmap(functions, device, batched):
     """Of ranges that each example has, or all share; and gradients of each example."""
     softmax, attention, _ = functions
     examples, dtype = 3, dtype_of(device)
@@ -460,13 +456,13 @@ def test_vmap(functions: Any, device: str, batched: tuple[bool, bool]) -> None:
     ]
     dims = tuple(1 if is_batched else None for is_batched in batched)
 
-    def of_scores(scores: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    def of_scores(scores, first, end):
         return softmax(scores[0], visible=(first[0], end[0]), causal=True)
 
-    def of_query(query: Tensor, key: Tensor, value: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    def of_query(query, key, value, first, end):
         return attention(query, key, value, visible=(first, end), window=(9, 3))
 
-    def gradient(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def gradient(function):
         return torch.func.grad(lambda *inputs: function(*inputs).float().sin().sum())
 
     for function, inputs in ((of_scores, [scores]), (of_query, given)):
@@ -481,16 +477,16 @@ def test_vmap(functions: Any, device: str, batched: tuple[bool, bool]) -> None:
                 torch.testing.assert_close(found[i], expected, **closeness(device))
 
 
-def test_vmap_of_a_tile_mask(functions: Any, device: str) -> None:
+def test_vmap_of_a_tile_mask(functions, device):
     _, attention, _ = functions
     query, key, value = tensors(device, dtype_of(device), lengths=(70, 130))
     queries = torch.stack([query, -query])
     masks = coin(2, 2, 1, 2, 3, device=device)
 
-    def shared(query: Tensor) -> Tensor:
+    def shared(query):
         return attention(query, key, value, mask=TileMask.from_blocks(masks[0], 64))
 
-    def own(query: Tensor, blocks: Tensor) -> Tensor:
+    def own(query, blocks):
         return attention(query, key, value, mask=TileMask.from_blocks(blocks, 64))
 
     for function, inputs in ((shared, (queries,)), (own, (queries, masks))):
@@ -499,7 +495,7 @@ def test_vmap_of_a_tile_mask(functions: Any, device: str) -> None:
         torch.testing.assert_close(found, expected, **closeness(device))
 
 
-def test_compiled(functions: Any, device: str) -> None:
+def test_compiled(functions, device):
     softmax, attention, varlen = functions
     dtype = dtype_of(device)
     scores = normal(2, 4, 70, 90, device=device, dtype=dtype)
@@ -510,16 +506,16 @@ def test_compiled(functions: Any, device: str) -> None:
     plain, blocks = coin(1, 4, 70, 90, device=device), coin(1, 4, 2, 2, device=device)
     masks = TileMask(plain), TileMask.from_blocks(blocks, 64)
 
-    def of_scores(scores: Tensor) -> Tensor:
+    def of_scores(scores):
         return softmax(scores, visible=(first, end), causal=True)
 
-    def of_query(*given: Tensor) -> Tensor:
+    def of_query(*given):
         return attention(*given, visible=ranges.lengths(end[:, 0, 0].abs()), mask=plain)
 
-    def of_masks(*given: Tensor) -> Tensor:
+    def of_masks(*given):
         return sum(attention(*given, mask=mask) for mask in masks)
 
-    def of_documents(*given: Tensor) -> Tensor:
+    def of_documents(*given):
         query, key, value = (each[0].transpose(0, 1) for each in given)
         packed = attention(*given, visible=ranges.packed(cu_seqlens, 70), causal=True)
         own = varlen(query, key, value, cu_seqlens, causal=True, window=(30, 0))
@@ -537,8 +533,8 @@ def test_compiled(functions: Any, device: str) -> None:
         op_checks.check_compiled(function, op_checks.gradients_of, leaves, False, close)
 
 
-def test_builders_compile_once_for_all_lengths(device: str) -> None:
-    def function(keep: Tensor, ids: Tensor, cu_seqlens: Tensor) -> list[Any]:
+def test_builders_compile_once_for_all_lengths(device):
+    def function(keep, ids, cu_seqlens):
         tokens = ids.shape[1]
         return [
             *ranges.packed(cu_seqlens, tokens),
@@ -564,7 +560,7 @@ def test_builders_compile_once_for_all_lengths(device: str) -> None:
 # The builders, against a loop over all pairs
 
 
-def bounds_of(visible: Visible, b: int, m: int, n: int) -> list[list[set[int]]]:
+def bounds_of(visible, b, m, n):
     """The keys that each query of each batch sees."""
     shape = (b, 1, m)
     first, end = visible
@@ -576,7 +572,7 @@ def bounds_of(visible: Visible, b: int, m: int, n: int) -> list[list[set[int]]]:
     ]
 
 
-def check_kind(visible: Visible, shape: tuple[int, ...], device: str) -> None:
+def check_kind(visible, shape, device):
     for bound in visible:
         if bound is not None:
             assert (bound.dtype, bound.device.type) == (torch.int32, device)
@@ -587,7 +583,7 @@ def check_kind(visible: Visible, shape: tuple[int, ...], device: str) -> None:
 @pytest.mark.parametrize(
     "lengths", [[], [0], [5], [1, 1, 1], [0, 3, 0, 0, 4, 0], [2, 7, 1]], ids=str
 )
-def test_packed(lengths: list[int], dtype: torch.dtype, device: str) -> None:
+def test_packed(lengths, dtype, device):
     for surplus in (0, 2):
         tokens = sum(lengths) + surplus
         found = ranges.packed(offsets(lengths).to(device, dtype), tokens)
@@ -605,7 +601,7 @@ def test_packed(lengths: list[int], dtype: torch.dtype, device: str) -> None:
     [[[7, 7, 3, 3, 3]], [[1], [2]], [[0, 0, 0, 0], [1, 2, 2, 1], [3, 3, 1, 0]], [[], []]],
     ids=str,
 )
-def test_segments(ids: list[list[int]], device: str) -> None:
+def test_segments(ids, device):
     tensor = torch.tensor(ids, dtype=torch.int64).to(device)
     batch, tokens = tensor.shape
     found = ranges.segments(tensor)
@@ -620,7 +616,7 @@ def test_segments(ids: list[list[int]], device: str) -> None:
     assert bounds_of(found, batch, tokens, tokens) == expected
 
 
-def test_lengths(device: str) -> None:
+def test_lengths(device):
     for n in (torch.tensor([3, 0, 9, -1]), torch.tensor([2], dtype=torch.int32)):
         found = ranges.lengths(n.to(device))
         check_kind(found, (len(n), 1, 1), device)
@@ -631,7 +627,7 @@ def test_lengths(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.uint8], ids=str)
-def test_padding(dtype: torch.dtype, device: str) -> None:
+def test_padding(dtype, device):
     keep = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
     found = ranges.padding(keep.to(device, dtype))
     check_kind(found, (5, 1, 1), device)
@@ -639,7 +635,7 @@ def test_padding(dtype: torch.dtype, device: str) -> None:
     assert bounds_of(found, 5, 1, 4) == expected
 
 
-def test_padding_refuses_a_gap_of_which_it_knows() -> None:
+def test_padding_refuses_a_gap_of_which_it_knows():
     keep = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 0, 1, 0]])
     with pytest.raises(ValueError, match=r"keep: expected one run .* row 1; pass mask="):
         ranges.padding(keep)
@@ -648,7 +644,7 @@ def test_padding_refuses_a_gap_of_which_it_knows() -> None:
 
 
 @pytest.mark.parametrize(("size", "tokens"), [(1, 3), (2, 5), (3, 3), (9, 4), (4, 0), (2**40, 3)])
-def test_chunks(size: int, tokens: int, device: str) -> None:
+def test_chunks(size, tokens, device):
     found = ranges.chunks(size, tokens, device=device)
     check_kind(found, (1, 1, tokens), device)
     expected = [{j for j in range(tokens) if i // size == j // size} for i in range(tokens)]
@@ -656,7 +652,7 @@ def test_chunks(size: int, tokens: int, device: str) -> None:
     assert all((each <= tokens).all() for each in found)
 
 
-def test_prefix(device: str) -> None:
+def test_prefix(device):
     n = torch.tensor([0, 3, 9])
     found = ranges.prefix(n.to(device), 5)
     check_kind(found, (3, 1, 5), device)
@@ -667,7 +663,7 @@ def test_prefix(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_builders_do_not_ask_the_device() -> None:
+def test_builders_do_not_ask_the_device():
     """Nor do the calls that take what they return."""
     ids = torch.arange(64, device="cuda").view(2, 32) // 5
     keep, n = ids > 2, torch.tensor([3, 9], device="cuda")
@@ -675,7 +671,7 @@ def test_builders_do_not_ask_the_device() -> None:
     query = normal(2, 4, 32, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
     tokens = query[0].transpose(0, 1)
 
-    def call() -> None:
+    def call():
         made = (
             ranges.packed(cu_seqlens, 32),
             ranges.segments(ids),
@@ -697,7 +693,7 @@ def test_builders_do_not_ask_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_offsets_that_decrease_stay_inside_the_tensors() -> None:
+def test_offsets_that_decrease_stay_inside_the_tensors():
     given = [normal(50, 2, 64, device="cuda", dtype=torch.bfloat16, seed=i) for i in range(3)]
     for offsets_of in ([0, 40, 10, 50], [7, 90, 300], [-5, 3, 50]):
         cu_seqlens = torch.tensor(offsets_of, device="cuda")
@@ -708,7 +704,7 @@ def test_offsets_that_decrease_stay_inside_the_tensors() -> None:
 
 # attention_varlen
 
-DOCUMENTS: dict[str, tuple[list[int], list[int] | None]] = {
+DOCUMENTS = {
     "one": ([9], None),
     "several": ([3, 1, 0, 12, 5], None),
     "nothing": ([], None),
@@ -719,14 +715,7 @@ DOCUMENTS: dict[str, tuple[list[int], list[int] | None]] = {
 }
 
 
-def by_loop(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: tuple[list[int], list[int]],
-    table: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+def by_loop(query, key, value, lengths, table=None, **options):
     """`attention` of each document; zeros and -inf for what follows them."""
     outputs, lses = [], []
     of_queries, of_keys = ([0, *itertools.accumulate(each)] for each in lengths)
@@ -768,7 +757,7 @@ def by_loop(
     ],
     ids=str,
 )
-def test_varlen(documents: str, options: dict[str, Any], device: str) -> None:
+def test_varlen(documents, options, device):
     of_queries, of_keys = DOCUMENTS[documents]
     given = dict(options)
     cu_seqlens_q = offsets(of_queries).to(device)
@@ -812,7 +801,7 @@ def test_varlen(documents: str, options: dict[str, Any], device: str) -> None:
         torch.testing.assert_close(actual, wanted, **tolerance)
 
 
-def test_why_varlen_is_not_fused(device: str) -> None:
+def test_why_varlen_is_not_fused(device):
     given = [normal(7, 2, dim, device=device, dtype=torch.float16) for dim in (512, 512, 64)]
     cu_seqlens = torch.tensor([0, 3, 7], device=device)
     reasons = megasoftmax.why_not_fused(
@@ -825,7 +814,7 @@ def test_why_varlen_is_not_fused(device: str) -> None:
 
 @pytest.mark.parametrize("lengths", [[5, 0, 7, 2], []], ids=str)
 @pytest.mark.parametrize("columns", [1, 9, 2 * 14 - 1, 2 * 14 - 1 + 6])
-def test_varlen_with_a_relative_bias(columns: int, lengths: list[int], device: str) -> None:
+def test_varlen_with_a_relative_bias(columns, lengths, device):
     """A table of fewer distances than there are has 0 for the others."""
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     tokens = sum(lengths)
@@ -845,7 +834,7 @@ def test_varlen_with_a_relative_bias(columns: int, lengths: list[int], device: s
     torch.testing.assert_close(*found, **tolerance)
 
 
-def test_varlen_with_alibi() -> None:
+def test_varlen_with_alibi():
     query = normal(12, 4, 8, device="cpu")
     slopes = biases.alibi_slopes(4)
     found = megasoftmax.attention_varlen(
@@ -860,7 +849,7 @@ def test_varlen_with_alibi() -> None:
 
 # TileMask
 
-MASKS: dict[str, Callable[..., TileMask]] = {
+MASKS = {
     "plain": lambda m, n, d: TileMask(coin(2, 4, m, n, device=d)),
     "plain of keys": lambda m, n, d: TileMask(coin(2, 1, 1, n, device=d)),
     "plain of keys of heads": lambda m, n, d: TileMask(coin(2, 4, 1, n, device=d)),
@@ -878,13 +867,13 @@ MASKS: dict[str, Callable[..., TileMask]] = {
 }
 
 
-def blocks_for(queries: int, keys: int, size: int, device: str, odds: float = 0.4) -> Tensor:
+def blocks_for(queries, keys, size, device, odds=0.4):
     return coin(2, 4, math.ceil(queries / size), math.ceil(keys / size), device=device, odds=odds)
 
 
 @on_all_kernels
 @pytest.mark.parametrize("kind", MASKS)
-def test_tile_mask(kind: str, device: str) -> None:
+def test_tile_mask(kind, device):
     on_cpu = [(1, 200), (17, 65), (64, 64), (130, 200)]
     for lengths in (*EDGES, *LARGE) if device == "cuda" else on_cpu:
         mask = MASKS[kind](*lengths, device)
@@ -895,7 +884,7 @@ def test_tile_mask(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_tile_mask_of_any_head_dimension(dim: int, device: str) -> None:
+def test_tile_mask_of_any_head_dimension(dim, device):
     for lengths in ((65, 129), (200, 257)):
         for kind in ("blocks of 64", "blocks of 128", "plain"):
             q, k, v = tensors(device, dtypes_on(device)[-1], lengths=lengths, dims=(dim, dim))
@@ -904,7 +893,7 @@ def test_tile_mask_of_any_head_dimension(dim: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_to_mask(kind: str, device: str) -> None:
+def test_to_mask(kind, device):
     for lengths in ((1, 1), (63, 65), (64, 128), (200, 400)):
         mask = MASKS[kind](*lengths, device)
         expected = oracle_attention.mask_of_pairs(mask, *lengths)
@@ -913,7 +902,7 @@ def test_to_mask(kind: str, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", MASKS)
-def test_tile_mask_is_the_plain_mask(kind: str) -> None:
+def test_tile_mask_is_the_plain_mask(kind):
     """The same bits, from the first call and from those that have the note."""
     q, k, v = tensors("cuda", torch.bfloat16, lengths=(200, 400), dims=(64, 64))
     mask = MASKS[kind](200, 400, "cuda")
@@ -926,7 +915,7 @@ def test_tile_mask_is_the_plain_mask(kind: str) -> None:
 
 
 @pytest.mark.gpu
-def test_bytes_of_a_mask() -> None:
+def test_bytes_of_a_mask():
     """What is not 0 excludes, not 1 alone."""
     q, k, v = tensors("cuda", torch.bfloat16, lengths=(200, 400), dims=(64, 64))
     numbers = 64 * torch.randint(4, (2, 1, 200, 400), device="cuda", dtype=torch.uint8)
@@ -935,7 +924,7 @@ def test_bytes_of_a_mask() -> None:
 
 
 @pytest.mark.gpu
-def test_notes_serve_later_gradients() -> None:
+def test_notes_serve_later_gradients():
     """Those made in inference mode too; and few queries need none."""
     mask = MASKS["blocks of 64"](130, 200, "cuda")
     q, k, v = tensors("cuda", torch.bfloat16, lengths=(130, 200), dims=(64, 64))
@@ -948,11 +937,11 @@ def test_notes_serve_later_gradients() -> None:
     megasoftmax.attention(q[:, :, :few], k, v, mask=TileMask.from_blocks(mask.tensor[:, :, :1], 64))
 
 
-def test_note_is_made_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_is_made_once_for_each_size(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     mask, calls = TileMask(coin(2, 1, 1, 40, device="cpu")[0]), []
 
-    def tile_note(tensor: Tensor, block: int, queries: int, keys: int) -> Tensor:
+    def tile_note(tensor, block, queries, keys):
         calls.append((tensor.dim(), block, queries, keys))
         return torch.zeros(1)
 
@@ -974,9 +963,7 @@ def test_note_is_made_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> Non
         ((1, 4, 17, 33), 128, 2049, 4160, 2 * 33 * 3 + 65 * 2),
     ],
 )
-def test_shape_of_a_note(
-    shape: tuple[int, ...], block: int, queries: int, keys: int, words: int, device: str
-) -> None:
+def test_shape_of_a_note(shape, block, queries, keys, words, device):
     mask = coin(*shape, device=device)
     note = torch.ops.megasoftmax.tile_note(mask, block, queries, keys)
     assert (note.shape, note.dtype) == ((*shape[:2], words), torch.int32)
@@ -990,7 +977,7 @@ def test_shape_of_a_note(
 # The module
 
 
-def test_module(device: str) -> None:
+def test_module(device):
     layer = megasoftmax.FusedAttention(4, causal=True, sink=True, alibi_slopes=torch.ones(4))
     layer = layer.to(device)
     given = tensors(device, dtypes_on(device)[-1], lengths=(70, 130))
@@ -1005,18 +992,16 @@ def test_module(device: str) -> None:
 # Reasons and errors
 
 
-def of_softmax(**arguments: Any) -> Callable[[], Any]:
+def of_softmax(**arguments):
     return lambda: megasoftmax.softmax(torch.zeros(2, 4, 5, 6), **arguments)
 
 
-def of_attention(lengths: tuple[int, int] = (5, 6), **arguments: Any) -> Callable[[], Any]:
+def of_attention(lengths=(5, 6), **arguments):
     return lambda: megasoftmax.attention(*tensors("cpu", lengths=lengths), **arguments)
 
 
-def of_varlen(
-    *offsets_of: Any, shapes: tuple[tuple[int, ...], ...] = 3 * ((7, 2, 8),), **arguments: Any
-) -> Callable[[], Any]:
-    def call() -> Any:
+def of_varlen(*offsets_of, shapes=3 * ((7, 2, 8),), **arguments):
+    def call():
         given = (normal(*shape, device="cpu") for shape in shapes)
         return megasoftmax.attention_varlen(*given, *offsets_of, **arguments)
 
@@ -1026,7 +1011,7 @@ def of_varlen(
 FIVE = torch.ones(5, dtype=torch.int32)
 CU = torch.tensor([0, 3, 7])
 TABLE = torch.zeros(2, 13)
-REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+REFUSED = [
     *(
         case
         for call in (of_softmax, of_attention)
@@ -1132,6 +1117,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("call", "error", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))]
 )
-def test_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -251,8 +251,7 @@ def test_rounded_scale_is_caught_in_fp32(family, device):
 
 def test_swapped_heads_are_caught_in_bf16(device):
     register_faulty(swapped_heads)
-    report = run("mixtral", candidate="faulty", dtype="bf16", device=device)
-    assert not report.passed
+    assert not run("mixtral", candidate="faulty", dtype="bf16", device=device).passed
 
 
 def test_what_is_no_number_is_caught(device):
@@ -540,12 +539,8 @@ def test_gradients_are_measured_against_what_is_around():
 @pytest.mark.parametrize(
     ("steps", "checks", "chosen"),
     [
-        (32, 5, {0, 1, 11, 21, 31}),
-        (3, 3, {0, 1, 2}),
-        (1, 5, {0}),
-        (2, 5, {0, 1}),
-        (9, 1, {0}),
-        (9, 2, {0, 1}),
+        *((32, 5, {0, 1, 11, 21, 31}), (3, 3, {0, 1, 2}), (1, 5, {0}), (2, 5, {0, 1})),
+        *((9, 1, {0}), (9, 2, {0, 1})),
     ],
 )
 def test_chosen_steps(steps, checks, chosen):

@@ -30,20 +30,10 @@ from megasoftmax.integrations.routers import patch_routers
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from small_models import build
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIZES |= {"max_position_embeddings": 64, "num_experts_per_tok": 3}
+SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 MODELS = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6)),
     "qwen3_moe": lambda: _qwen3_moe(norm_topk_prob=False),

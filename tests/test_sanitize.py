@@ -3,7 +3,6 @@
 The run itself needs a GPU: `python tests/sanitize.py`.
 """
 
-import itertools
 from itertools import groupby
 
 import pytest
@@ -44,19 +43,15 @@ def test_every_launch_of_a_regime_is_forced_or_chosen(direction):
 
 
 def test_attention_without_a_bias_runs_on_all_kinds_of_kernels():
-    kinds = {32: {"portable"}, 64: {"portable", "own"}, 96: {"own"}}
-    kinds[128] = kinds[256] = {"portable", "own", "small"}
-    wide_kinds = {
-        32: {"portable"},
-        64: {"portable", "small"},
-        128: {"portable", "small"},
-        256: set(),
-    }
+    of_halves = {32: "portable", 64: "portable own", 96: "own"}
+    of_halves |= dict.fromkeys((128, 256), "portable own small")
+    of_floats = {32: "portable", 64: "portable small", 128: "portable small", 256: ""}
     mine = [dict(case.options) for case in CASES if case.family == "attention"]
-    for dtypes, of_dims in ((("fp16", "bf16"), kinds), (("fp32",), wide_kinds)):
-        for dtype, (dim, expected) in itertools.product(dtypes, of_dims.items()):
+    for dtype, kinds in (("fp16", of_halves), ("bf16", of_halves), ("fp32", of_floats)):
+        for dim, kernels in kinds.items():
             call = {"dtype": dtype, "dim": dim, "bias": "none"}
-            assert {each["kernels"] for each in mine if call.items() <= each.items()} == expected
+            found = {each["kernels"] for each in mine if call.items() <= each.items()}
+            assert found == {*kernels.split()}
 
 
 @pytest.mark.parametrize(
@@ -79,27 +74,22 @@ def test_layouts_keep_values_and_end_with_their_storage(layout, shape):
         assert found.storage_offset() + last + 1 == found.untyped_storage().nbytes() // 4
 
 
+SYMBOL = (
+    "_ZN11megasoftmax22softmax_forward_kernelI6__halfNS_8BoolMaskENS_9AddedBiasIfEELi22EEEv"
+    "NS_13ForwardParamsENS_8ScheduleE"
+)
+ROWS = "_ZN11megasoftmax21attention_rows_kernelI6__halfEEvNS_23AttentionBackwardParamsE"
+PROBE = "_ZN11megasoftmax43_GLOBAL__N__8c393f0b_10_softmax_cu_cd0f5aae5probeEv"
+
+
 @pytest.mark.parametrize(
     ("text", "name", "family"),
     [
+        *((text, KERNEL, "softmax") for text in (SYMBOL, *map(SIGNATURE.format, ("", "(int)")))),
+        (ROWS, "attention_rows_kernel<__half>", "attention"),
         (
-            "_ZN11megasoftmax22softmax_forward_kernelI6__halfNS_8BoolMaskENS_9AddedBiasIfEELi22EEEv"
-            "NS_13ForwardParamsENS_8ScheduleE",
-            KERNEL,
-            "softmax",
-        ),
-        (f"void {SIGNATURE.format('')}", KERNEL, "softmax"),
-        (f"void {SIGNATURE.format('(int)')}", KERNEL, "softmax"),
-        (
-            "_ZN11megasoftmax24attention_forward_kernelI13__nv_bfloat16LNS_8BiasKindE1ELi3EEEv"
-            "NS_22AttentionForwardParamsE",
-            "attention_forward_kernel<__nv_bfloat16,1,3>",
-            "attention",
-        ),
-        (
-            "void megasoftmax::topk_backward_kernel<float, megasoftmax::NoMask, "
-            "megasoftmax::NoBias, (int)0, (bool)1>(megasoftmax::TopkBackwardParams, ...)",
-            "topk_backward_kernel<float,NoMask,NoBias,0,true>",
+            "void megasoftmax::topk_backward_kernel<float, megasoftmax::NoMask, (int)0, (bool)1>(",
+            "topk_backward_kernel<float,NoMask,0,true>",
             "topk",
         ),
     ],
@@ -110,39 +100,29 @@ def test_names_and_families_of_kernels(text, name, family):
 
 
 def test_kernels_are_read_from_symbols():
-    rows = "_ZN11megasoftmax21attention_rows_kernelI6__halfEEvNS_23AttentionBackwardParamsE"
-    probe = "_ZN11megasoftmax43_GLOBAL__N__8c393f0b_10_softmax_cu_cd0f5aae5probeEv"
-    symbols = f"""
+    """Of every architecture; what is never launched does not count."""
+    of_one = f"""
 Fatbin elf code:
 ================
 arch = sm_90a
-compressed
 
 symbols:
-STT_FUNC         STB_LOCAL  STO_ENTRY      {probe}
+STT_FUNC         STB_LOCAL  STO_ENTRY      {PROBE}
 STT_OBJECT       STB_LOCAL  STV_DEFAULT    _ZN11megasoftmax5tableE
-STT_FUNC         STB_GLOBAL STO_ENTRY      {rows}
-
-Fatbin elf code:
-================
-arch = sm_80
-
-symbols:
-STT_FUNC         STB_GLOBAL STO_ENTRY      {rows}
+STT_FUNC         STB_GLOBAL STO_ENTRY      {ROWS}
 """
+    symbols = of_one + of_one.replace("90a", "80")
     assert sanitize.kernels_in(symbols) == {"attention_rows_kernel<__half>"}
 
 
 CLEAN = """\
 ========= COMPUTE-SANITIZER
-library: /package/_C.abi3.so
 case: topk tile dtype=fp16 k=1 chunks=1
 finished
 ========= ERROR SUMMARY: 0 errors
 """
 MEMCHECK = f"""\
 ========= COMPUTE-SANITIZER
-library: /package/_C.abi3.so
 case: softmax rows direction=forward
 case: softmax rows direction=backward
 ========= Invalid __global__ read of size 2 bytes
@@ -221,8 +201,3 @@ def test_jobs_have_all_cases_but_what_synccheck_cannot_run(tool):
         ):
             name = name.replace(large, smaller)
         assert name in kept, name
-
-
-def test_planted_fault_is_planted():
-    source = (sanitize.extension.CSRC / sanitize.PLANTED_IN).read_text()
-    assert source.count(sanitize.BOUNDED) == 1

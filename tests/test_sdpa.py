@@ -2,9 +2,8 @@
 
 import itertools
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from megasoftmax import RelativeBias, TileMask, autograd
 from megasoftmax.options import AttentionOptions
 
 INF, NAN = torch.inf, torch.nan
-OPTIONS: dict[str, list[Any]] = {
+OPTIONS = {
     "dtype": [torch.float32, torch.float64, torch.bfloat16, torch.float16],
     "heads": [(4, 4), (4, 2), (4, 1)],
     "lengths": [(1, 1), (1, 9), (7, 7), (5, 13), (13, 5), (70, 70)],
@@ -31,7 +30,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def _combinations(count: int) -> list[dict[str, Any]]:
+def _combinations(count):
     """Random ones, and every option alone beside the first of all others."""
     generator = random.Random(0)
     first = {name: values[0] for name, values in OPTIONS.items()} | {"lengths": (7, 7)}
@@ -41,13 +40,13 @@ def _combinations(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def _laid_out(tensor: Tensor, layout: str) -> Tensor:
+def _laid_out(tensor, layout):
     if layout == "tokens first":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     return tensor.mT.contiguous().mT if layout == "dimension apart" else tensor
 
 
-def _arguments(choice: dict[str, Any]) -> dict[str, Any]:
+def _arguments(choice):
     (m, n), heads, dtype = choice["lengths"], choice["heads"][0], choice["dtype"]
     shapes = {"pairs": (m, n), "keys": (2, 1, 1, n), "per head": (2, heads, m, n), "one": ()}
     arguments = {name: choice[name] for name in ("causal", "window", "scale")}
@@ -73,12 +72,12 @@ def _arguments(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def by_sdpa(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def by_sdpa(monkeypatch):
     """Of each call that torch's attention was given: whether its result was taken."""
-    taken: list[bool] = []
+    taken = []
     attend = autograd.sdpa.attention
 
-    def noted(*args: Any, **options: Any) -> Tensor | None:
+    def noted(*args, **options):
         output = attend(*args, **options)
         taken.append(output is not None)
         return output
@@ -87,20 +86,28 @@ def by_sdpa(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return taken
 
 
-def _both_passes(
-    call: Callable[..., Tensor], inputs: tuple[Tensor, ...], gradient: Tensor
-) -> list[Tensor]:
+def _both_passes(call, inputs, gradient):
     leaves = [each.detach().requires_grad_() for each in inputs]
     output = call(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
+def _both_ways(q, k, v, gradient, **options):
+    """By torch's attention and by the reference, which are close."""
+    found, expected = (
+        _both_passes(partial(megasoftmax.attention, **options, fused=fused), (q, k, v), gradient)
+        for fused in (None, False)
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+    return found
+
+
+def _relative_error(found, expected):
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 @pytest.mark.parametrize("choice", _combinations(150), ids=lambda c: " ".join(map(str, c.values())))
-def test_agrees_with_the_reference(choice: dict[str, Any], by_sdpa: list[bool]) -> None:
+def test_agrees_with_the_reference(choice, by_sdpa):
     plain = tensors(
         "cpu", choice["dtype"], heads=choice["heads"], lengths=choice["lengths"], dims=(16, 16)
     )
@@ -110,7 +117,7 @@ def test_agrees_with_the_reference(choice: dict[str, Any], by_sdpa: list[bool]) 
     assert (found_reasons.runs, found_reasons.against_sdpa) == ("SDPA", ())
     gradient = normal(*q.shape, device="cpu", dtype=choice["dtype"], seed=5)
 
-    def call(fused: bool | None) -> Callable[..., Tensor]:
+    def call(fused):
         return lambda *given: megasoftmax.attention(*given, **arguments, fused=fused)
 
     found = _both_passes(call(None), inputs, gradient)
@@ -161,7 +168,7 @@ def test_agrees_with_the_reference(choice: dict[str, Any], by_sdpa: list[bool]) 
         ),
     ],
 )
-def test_takes_the_reference(options: dict[str, Any], reason: str, by_sdpa: list[bool]) -> None:
+def test_takes_the_reference(options, reason, by_sdpa):
     q, k, v = tensors("cpu")
     found = megasoftmax.why_not_fused(megasoftmax.attention, q, k, v, **options)
     assert [*map(str, found.against_sdpa)] == [reason]
@@ -171,14 +178,14 @@ def test_takes_the_reference(options: dict[str, Any], reason: str, by_sdpa: list
     assert by_sdpa == []
 
 
-def test_only_the_device_counts_off_a_cpu() -> None:
+def test_only_the_device_counts_off_a_cpu():
     q, k, v = (each.to("meta") for each in tensors("cpu"))
     found = megasoftmax.why_not_fused(megasoftmax.attention, q, k, v, sink=0.0, scale=-1.0)
     assert [*map(str, found.against_sdpa)] == ["device: expected a CPU, got meta"]
 
 
-def test_takes_the_reference_for_sizes() -> None:
-    def against(*given: Tensor, **options: Any) -> list[str]:
+def test_takes_the_reference_for_sizes():
+    def against(*given, **options):
         reasons = megasoftmax.why_not_fused(megasoftmax.attention, *given, **options)
         return [*map(str, reasons.against_sdpa)]
 
@@ -200,8 +207,8 @@ class _CheckedError(Exception):
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(*given: Any) -> None:
+def checked(monkeypatch):
+    def check(*given):
         raise _CheckedError
 
     monkeypatch.setattr(AttentionOptions, "check", check)
@@ -210,9 +217,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("dtype", OPTIONS["dtype"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"scale": 0.3}, {"dropout": 0.0}])
-def test_frequent_calls_are_not_checked_one_by_one(
-    dtype: torch.dtype, options: dict[str, Any], by_sdpa: list[bool]
-) -> None:
+def test_frequent_calls_are_not_checked_one_by_one(dtype, options, by_sdpa):
     q, k, v = tensors("cpu", dtype, heads=(2, 2), lengths=(7, 7))
     found = megasoftmax.attention(q, k, v, **options)
     assert by_sdpa == [True]
@@ -223,7 +228,7 @@ def test_frequent_calls_are_not_checked_one_by_one(
     torch.testing.assert_close(found, expected)
 
 
-CHANGES: list[Callable[[Tensor], Any]] = [
+CHANGES = [
     lambda tensor: tensor[0],
     lambda tensor: tensor[:, :1],
     lambda tensor: tensor[:, :, 1:],
@@ -264,17 +269,15 @@ CHANGES: list[Callable[[Tensor], Any]] = [
         ({}, (), None, lambda: torch.autocast("cpu", torch.bfloat16)),
     ],
 )
-def test_other_calls_are_checked(
-    options: dict[str, Any], which: Any, change: Any, context: Callable[[], Any]
-) -> None:
-    given: list[Any] = [*tensors("cpu", heads=(2, 2), lengths=(7, 7))]
+def test_other_calls_are_checked(options, which, change, context):
+    given = [*tensors("cpu", heads=(2, 2), lengths=(7, 7))]
     for i in which:
         given[i] = change(given[i])
     with context(), pytest.raises(_CheckedError):
         megasoftmax.attention(*given, **options)
 
 
-def test_documents_one_after_the_other(by_sdpa: list[bool]) -> None:
+def test_documents_one_after_the_other(by_sdpa):
     q, k, v = (normal(10, 4, 8, device="cpu", seed=seed) for seed in range(3))
     offsets = torch.tensor([0, 3, 10])
     reasons = megasoftmax.why_not_fused(megasoftmax.attention_varlen, q, k, v, offsets, causal=True)
@@ -288,7 +291,7 @@ def test_documents_one_after_the_other(by_sdpa: list[bool]) -> None:
     assert by_sdpa == [True]
 
 
-def test_bias_without_its_gradient(by_sdpa: list[bool]) -> None:
+def test_bias_without_its_gradient(by_sdpa):
     bias = torch.zeros(5, 13, requires_grad=True)
     with torch.no_grad():
         megasoftmax.attention(*tensors("cpu"), bias=bias)
@@ -296,14 +299,14 @@ def test_bias_without_its_gradient(by_sdpa: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("function", ["softmax", "softmax_topk"])
-def test_other_functions_have_no_sdpa(function: str) -> None:
+def test_other_functions_have_no_sdpa(function):
     options = {"k": 2} if function == "softmax_topk" else {}
     found = megasoftmax.why_not_fused(getattr(megasoftmax, function), torch.zeros(3, 4), **options)
     assert found.runs == "reference"
     assert [*map(str, found.against_sdpa)] == [f"function: expected attention, got {function}"]
 
 
-def test_fused_decides(by_sdpa: list[bool]) -> None:
+def test_fused_decides(by_sdpa):
     q, k, v = tensors("cpu")
     megasoftmax.attention(q, k, v, fused=False)
     with pytest.raises(ValueError, match=r"fused: cannot be True here\. device: expected a CUDA"):
@@ -318,33 +321,23 @@ def test_fused_decides(by_sdpa: list[bool]) -> None:
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("by", ["mask", "causal", "window", "bias"])
-def test_excluded_scores_that_are_not_finite(by: str, value: float, by_sdpa: list[bool]) -> None:
+def test_excluded_scores_that_are_not_finite(by, value, by_sdpa):
     q, k, v = tensors("cpu", heads=(2, 2), lengths=(6, 6))
     k[0, 0, 5, 0] = value
     excluded = torch.zeros(6, 6, dtype=torch.bool)
     excluded[:, 5] = True
-    options: dict[str, Any] = {
+    options = {
         "mask": {"mask": excluded},
         "causal": {"causal": True},
         "window": {"window": (1, 0)},
         "bias": {"mask": excluded, "bias": torch.where(excluded, -INF, 0.5)},
     }[by]
-    gradient = normal(*q.shape, device="cpu", seed=5)
-    found, expected = (
-        _both_passes(
-            lambda *given, fused=fused: megasoftmax.attention(*given, **options, fused=fused),
-            (q, k, v),
-            gradient,
-        )
-        for fused in (None, False)
-    )
-    for ours, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
+    found = _both_ways(q, k, v, normal(*q.shape, device="cpu", seed=5), **options)
     assert found[0][0, 0, :5].isfinite().all()
     assert len(by_sdpa) == 1
 
 
-def test_plain_row_of_minus_infinity(by_sdpa: list[bool]) -> None:
+def test_plain_row_of_minus_infinity(by_sdpa):
     q, k, v = tensors("cpu", heads=(2, 2))
     q[0, 0, 1], k[0, 0] = INF, -k[0, 0].abs()
     output = megasoftmax.attention(q, k, v)
@@ -360,9 +353,7 @@ def test_plain_row_of_minus_infinity(by_sdpa: list[bool]) -> None:
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [3, 40, 200, 800])
-def test_scores_that_are_not_finite(
-    dtype: torch.dtype, value: float, causal: bool, tokens: int
-) -> None:
+def test_scores_that_are_not_finite(dtype, value, causal, tokens):
     """Of one key, which causality excludes for the queries before it. Kernels cut lengths."""
     q, k, v = tensors("cpu", dtype, heads=(1, 1), lengths=(tokens, tokens), dims=(16, 16))
     q, k = q.abs() + 1, k.clone()
@@ -375,21 +366,12 @@ def test_scores_that_are_not_finite(
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_incoming_gradient_that_is_not_finite(value: float, by_sdpa: list[bool]) -> None:
+def test_incoming_gradient_that_is_not_finite(value, by_sdpa):
     """What a query does not see gets none of it through the scores."""
     q, k, v = tensors("cpu", heads=(2, 2), lengths=(6, 6))
     gradient = normal(*q.shape, device="cpu", seed=5)
     gradient[0, 0, 2, 0] = value
-    found, expected = (
-        _both_passes(
-            lambda *given, fused=fused: megasoftmax.attention(*given, causal=True, fused=fused),
-            (q, k, v),
-            gradient,
-        )
-        for fused in (None, False)
-    )
-    for ours, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
+    found = _both_ways(q, k, v, gradient, causal=True)
     assert found[2][0, 0, 3:].isfinite().all()
     assert by_sdpa == [True]
 
@@ -403,11 +385,11 @@ SIZES = [{"lengths": (3, 4)}, {"heads": (2, 2), "lengths": (3, 3)}]
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_second_derivative(sizes: dict[str, Any], masked: bool) -> None:
+def test_second_derivative(sizes, masked):
     q, k, v = (each.requires_grad_() for each in tensors("cpu", torch.float64, **sizes))
     mask = coin(2, 1, *sizes["lengths"], device="cpu") if masked else None
 
-    def call(*given: Tensor) -> Tensor:
+    def call(*given):
         return megasoftmax.attention(*given, mask=mask)
 
     assert torch.autograd.gradcheck(call, (q, k, v), fast_mode=True)
@@ -416,16 +398,16 @@ def test_second_derivative(sizes: dict[str, Any], masked: bool) -> None:
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "compile"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_transforms(transform: str, sizes: dict[str, Any], by_sdpa: list[bool]) -> None:
+def test_transforms(transform, sizes, by_sdpa):
     q, k, v = tensors("cpu", **sizes)
 
-    def ours(query: Tensor) -> Tensor:
+    def ours(query):
         return megasoftmax.attention(query, k, v, causal=True)
 
-    def plain(query: Tensor) -> Tensor:
+    def plain(query):
         return megasoftmax.attention(query, k, v, causal=True, fused=False)
 
-    def apply(function: Callable[[Tensor], Tensor]) -> Any:
+    def apply(function):
         if transform == "grad":
             return torch.func.grad(lambda query: function(query).square().sum())(q)
         if transform == "vmap":
@@ -439,11 +421,11 @@ def test_transforms(transform: str, sizes: dict[str, Any], by_sdpa: list[bool]) 
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
-def test_same_bits_from_run_to_run(heads: tuple[int, int]) -> None:
+def test_same_bits_from_run_to_run(heads):
     q, k, v = tensors("cpu", heads=heads, lengths=(150, 150), dims=(16, 16))
     gradient = normal(*q.shape, device="cpu", seed=5)
 
-    def run() -> list[Tensor]:
+    def run():
         return _both_passes(lambda *t: megasoftmax.attention(*t, causal=True), (q, k, v), gradient)
 
     first = run()
@@ -451,7 +433,7 @@ def test_same_bits_from_run_to_run(heads: tuple[int, int]) -> None:
         assert all(itertools.starmap(bits_equal, zip(run(), first, strict=True)))
 
 
-def test_output_may_be_changed_in_place() -> None:
+def test_output_may_be_changed_in_place():
     q, k, v = (each.requires_grad_() for each in tensors("cpu", heads=(4, 4), lengths=(5, 5)))
     for query in (q, _laid_out(q, "tokens first")):
         output = megasoftmax.attention(query, k, v)
@@ -460,7 +442,7 @@ def test_output_may_be_changed_in_place() -> None:
             output.sum().backward()
 
 
-def test_autocast() -> None:
+def test_autocast():
     q, k, v = tensors("cpu")
     with torch.autocast("cpu", torch.bfloat16):
         output = megasoftmax.attention(q, k, v)

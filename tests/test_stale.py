@@ -5,15 +5,13 @@ trace in its version.
 """
 
 import io
-from collections.abc import Callable
-from typing import Any
 
 import op_checks
 import pytest
 import torch
 from inputs import normal
 from models import BATCH, LENGTH, MODELS, build_batch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megasoftmax
@@ -28,22 +26,22 @@ devices = pytest.mark.parametrize("device", ["cpu", on_gpu])
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
+def registered():
     register()
 
 
 class Model(nn.Module):
     """Of transformers, with logits alone."""
 
-    def __init__(self, implementation: str, device: str, family: str = "llama") -> None:
+    def __init__(self, implementation, device, family="llama"):
         super().__init__()
         self.model = MODELS[family](attn_implementation=implementation).eval().to(device)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, ids, mask=None):
         return self.model(ids, attention_mask=mask, use_cache=False).logits
 
 
-def masks_and_ids(device: str, dtype: torch.dtype = torch.bool) -> tuple[Tensor, Tensor, Tensor]:
+def masks_and_ids(device, dtype=torch.bool):
     """Two masks of the user, [batch, 1, queries, keys], True = keep or added, and tokens."""
     first = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device).tril()
     first = first.expand(BATCH, 1, -1, -1).clone()
@@ -58,13 +56,13 @@ def masks_and_ids(device: str, dtype: torch.dtype = torch.bool) -> tuple[Tensor,
     return first, other, build_batch("none", device)["input_ids"]
 
 
-def by_numpy(mask: Tensor, new: Tensor) -> None:
+def by_numpy(mask, new):
     mask.detach().cpu().numpy()[...] = new.cpu().numpy()  # shares memory on a CPU alone
     if mask.is_cuda:
         mask.data.copy_(new)
 
 
-REFILLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+REFILLS = {
     "data": lambda mask, new: mask.data.copy_(new),
     "numpy": by_numpy,
     "in place": lambda mask, new: mask.copy_(new),
@@ -75,7 +73,7 @@ REFILLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @devices
 @pytest.mark.parametrize("refill", REFILLS)
 @pytest.mark.parametrize("implementation", NAMES)
-def test_a_refilled_mask_is_seen(implementation: str, refill: str, device: str) -> None:
+def test_a_refilled_mask_is_seen(implementation, refill, device):
     mask, other, ids = masks_and_ids(device)
     model = Model(implementation, device)
     with torch.no_grad():
@@ -89,7 +87,7 @@ def test_a_refilled_mask_is_seen(implementation: str, refill: str, device: str) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", NAMES)
-def test_replays_see_a_refilled_mask(implementation: str) -> None:
+def test_replays_see_a_refilled_mask(implementation):
     mask, other, ids = masks_and_ids("cuda")
     model = Model(implementation, "cuda").half()
     with torch.no_grad():
@@ -101,7 +99,7 @@ def test_replays_see_a_refilled_mask(implementation: str) -> None:
 
 
 @pytest.mark.gpu
-def test_replays_see_what_a_tile_mask_holds() -> None:
+def test_replays_see_what_a_tile_mask_holds():
     """Its note was made before the graph was captured."""
     query, key, value = (normal(1, 2, 200, 64, device="cuda", seed=i).bfloat16() for i in range(3))
     excluded = torch.ones(200, 200, dtype=torch.bool, device="cuda").triu(1)
@@ -116,23 +114,23 @@ def test_replays_see_what_a_tile_mask_holds() -> None:
 
 @devices
 @pytest.mark.parametrize("kind", ["bool", "float", "position bias"])
-def test_inference_mode_before_training(kind: str, device: str) -> None:
+def test_inference_mode_before_training(kind, device):
     if kind == "position bias":
         layer = nn.Module()
         bias = normal(1, LENGTH, LENGTH, 4, device=device).permute(0, 3, 1, 2)  # as T5's lies
         query = normal(2, 4, LENGTH, 64, device=device).requires_grad_()
 
-        def step() -> Tensor:
+        def step():
             return attention_forward(layer, query, query, query, None, position_bias=bias)[0].sum()
 
-        parameters: list[Tensor] = [query]
+        parameters = [query]
     else:
         dtype = torch.bool if kind == "bool" else torch.float32
         mask, _, ids = masks_and_ids(device, dtype)
         model = Model(NAMES[0], device)
         parameters = list(model.parameters())
 
-        def step() -> Tensor:
+        def step():
             return model(ids, mask).square().sum()
 
     wanted = torch.autograd.grad(step(), parameters)
@@ -142,7 +140,7 @@ def test_inference_mode_before_training(kind: str, device: str) -> None:
 
 
 @devices
-def test_a_mask_that_was_used_is_saved_as_it_was(device: str) -> None:
+def test_a_mask_that_was_used_is_saved_as_it_was(device):
     mask, _, ids = masks_and_ids(device)
     attributes = dict(vars(mask))
     sizes, file = [], io.BytesIO()
@@ -157,14 +155,12 @@ def test_a_mask_that_was_used_is_saved_as_it_was(device: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", NAMES)
-def test_layers_share_within_a_pass_alone(
-    implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_share_within_a_pass_alone(implementation, monkeypatch):
     mask, _, ids = masks_and_ids("cpu")
     inverted = []
 
-    def recording(tensor: Tensor, excluded: Callable[[Tensor], Tensor]) -> Any:
-        def counted(mask: Tensor) -> Tensor:
+    def recording(tensor, excluded):
+        def counted(mask):
             inverted.append(mask)
             return excluded(mask)
 
@@ -183,8 +179,8 @@ def test_layers_share_within_a_pass_alone(
     assert not sharing.can_share(mask)
 
 
-def test_a_pass_keeps_few_masks_and_sees_changes() -> None:
-    def share() -> None:
+def test_a_pass_keeps_few_masks_and_sees_changes():
+    def share():
         mask = torch.zeros(2, 2, dtype=torch.bool)
         first = sharing.made_once(mask, "inverted", torch.logical_not)
         assert sharing.made_once(mask, "inverted", torch.logical_not) is first
@@ -199,7 +195,7 @@ def test_a_pass_keeps_few_masks_and_sees_changes() -> None:
     sharing.in_a_pass(share)
 
 
-def test_layers_computed_again_after_the_pass_save_as_many_tensors() -> None:
+def test_layers_computed_again_after_the_pass_save_as_many_tensors():
     """Kernels keep a block mask beside a mask: so it must be a TileMask both times."""
     mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
     within = sharing.in_a_pass(lambda: sharing.with_tiles(mask, torch.logical_not))
@@ -209,7 +205,7 @@ def test_layers_computed_again_after_the_pass_save_as_many_tensors() -> None:
 @devices
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("family", ["llama", "falcon"])
-def test_checkpoints_with_a_mask_of_the_user(family: str, use_reentrant: bool, device: str) -> None:
+def test_checkpoints_with_a_mask_of_the_user(family, use_reentrant, device):
     mask, _, ids = masks_and_ids(device)
     gradients = []
     for checkpoints in (False, True):
@@ -225,7 +221,7 @@ def test_checkpoints_with_a_mask_of_the_user(family: str, use_reentrant: bool, d
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "gemma2"])
-def test_model_that_compiles_itself_is_one_graph(family: str) -> None:
+def test_model_that_compiles_itself_is_one_graph(family):
     """Its pass begins before the compiled code does."""
     model, batch = (
         MODELS[family](attn_implementation=NAMES[0]).eval(),
@@ -238,7 +234,7 @@ def test_model_that_compiles_itself_is_one_graph(family: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-TRACES: dict[str, Callable[..., Any]] = {
+TRACES = {
     "jit.trace": lambda model, *args: torch.jit.trace(model, args, check_trace=False),
     "make_fx real": lambda model, *args: make_fx(model)(*args),
     "make_fx fake": lambda model, *args: make_fx(
@@ -255,7 +251,7 @@ TRACES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("kind", TRACES)
 @pytest.mark.parametrize("implementation", NAMES)
-def test_trace_after_a_pass(implementation: str, kind: str, grad: bool, device: str) -> None:
+def test_trace_after_a_pass(implementation, kind, grad, device):
     """A program that was traced with one mask takes another."""
     mask, other, ids = masks_and_ids(device)
     model = Model(implementation, device)
@@ -270,7 +266,7 @@ def test_trace_after_a_pass(implementation: str, kind: str, grad: bool, device: 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("implementation", NAMES)
-def test_trace_of_a_causal_model(implementation: str, padding: str, device: str) -> None:
+def test_trace_of_a_causal_model(implementation, padding, device):
     """Its sizes are tensors. What is traced can be saved, and has gradients."""
     batch = build_batch(padding, device)
     inputs = (batch["input_ids"], batch.get("attention_mask"))[: 1 + (padding != "none")]
@@ -292,7 +288,7 @@ def test_trace_of_a_causal_model(implementation: str, padding: str, device: str)
 
 MASK = normal(8, 8, device="cpu") > 0.7
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
-CALLS: dict[str, Callable[..., Tensor]] = {
+CALLS = {
     "attention": lambda q, k, v: megasoftmax.attention(q, k, v),
     "causal": lambda q, k, v: megasoftmax.attention(q, k, v, causal=True),
     "window": lambda q, k, v: megasoftmax.attention(q, k, v, window=(2, 1)),
@@ -301,8 +297,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
         q, k, v, ~MASK.to(q.device)
     ),
     "varlen": lambda q, k, v: megasoftmax.attention_varlen(
-        *(each[0].transpose(0, 1) for each in (q, k, v)),
-        torch.tensor([0, 3, 8], device=q.device),
+        *(each[0].transpose(0, 1) for each in (q, k, v)), torch.tensor([0, 3, 8], device=q.device)
     ),
     "softmax": lambda q, k, v: megasoftmax.softmax(q @ k.mT, causal=True) @ v,
     "softmax alone": lambda q, k, v: megasoftmax.softmax(q @ k.mT) @ v,
@@ -327,14 +322,14 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("kind", TRACES)
 @pytest.mark.parametrize("call", CALLS)
-def test_traces_of_functions(call: str, kind: str, device: str) -> None:
+def test_traces_of_functions(call, kind, device):
     q, k, v = (normal(2, 4, 8, 16, device=device, seed=i) for i in range(3))
     traced = TRACES[kind](CALLS[call], q, k, v)
     torch.testing.assert_close(traced(k, v, q), CALLS[call](k, v, q), rtol=1e-4, atol=1e-4)
 
 
 @devices
-def test_export_after_a_pass(device: str) -> None:
+def test_export_after_a_pass(device):
     mask, other, ids = masks_and_ids(device)
     model = Model(NAMES[0], device)
     with torch.no_grad():

@@ -4,23 +4,13 @@ import ctypes
 import functools
 import math
 import re
-from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import oracle
 import oracle_topk
 import pytest
 import torch
-from inputs import (
-    DTYPES,
-    DTYPES_OF_KERNELS,
-    acted_capability,
-    bits_equal,
-    coin,
-    normal,
-)
-from torch import Tensor
+from inputs import DTYPES, DTYPES_OF_KERNELS, acted_capability, bits_equal, coin, normal
 
 import megasoftmax
 from megasoftmax.build import extension, library
@@ -37,11 +27,11 @@ topk_forward = torch.ops.megasoftmax.softmax_topk_forward.default
 topk_backward = torch.ops.megasoftmax.softmax_topk_backward.default
 
 
-def topk_on(device: str) -> Callable[..., Any]:
+def topk_on(device):
     return functools.partial(megasoftmax.softmax_topk, fused=True if device == "cuda" else None)
 
 
-def check(logits: Tensor, k: int, **arguments: Any) -> tuple[Tensor, ...]:
+def check(logits, k, **arguments):
     function = topk_on(logits.device.type)
     if logits.dtype == torch.float64:  # not for the kernels
         function = megasoftmax.softmax_topk
@@ -51,21 +41,21 @@ def check(logits: Tensor, k: int, **arguments: Any) -> tuple[Tensor, ...]:
 # Data: random, and what a selection may stumble over
 
 
-def _ramp(x: Tensor) -> Tensor:
+def _ramp(x):
     return torch.linspace(-3, 3, x.shape[-1], device=x.device).expand(x.shape).contiguous()
 
 
-def _with(value: float, odds: float) -> Callable[[Tensor], Tensor]:
+def _with(value, odds):
     return lambda x: x.masked_fill(coin(*x.shape, device=x.device.type, odds=odds, seed=5), value)
 
 
-def _high_at_the_end(x: Tensor) -> Tensor:
+def _high_at_the_end(x):
     x = x.clone()
     x[..., -(x.shape[-1] // 3 + 1) :] += 8
     return x
 
 
-DATA: dict[str, Callable[[Tensor], Tensor]] = {
+DATA = {
     "random": lambda x: x,
     "ties": lambda x: (2 * x).round() / 2,
     "two values": lambda x: (x > 0.5).float(),
@@ -88,7 +78,7 @@ DATA: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("data", DATA)
-def test_data(data: str, dtype: torch.dtype, device: str) -> None:
+def test_data(data, dtype, device):
     for columns in (1, 3, 8, 37, 300, 1003):
         logits = DATA[data](normal(2, 4, columns, device=device)).to(dtype)
         for k in sorted({1, min(5, columns), min(33, columns), min(columns, MAX_K)}):
@@ -98,7 +88,7 @@ def test_data(data: str, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", K_EDGES)
-def test_edges_of_k(k: int, dtype: torch.dtype, device: str) -> None:
+def test_edges_of_k(k, dtype, device):
     """Random rows and rows of few values, as long as K, a little longer, and longer."""
     for columns in (k, k + 1, 2 * k + 3, 8 * k + 5, 1024, 4099):
         if columns < k:
@@ -112,7 +102,7 @@ def test_edges_of_k(k: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", K_EDGES)
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_long_rows(rows: int, k: int, dtype: torch.dtype) -> None:
+def test_long_rows(rows, k, dtype):
     for columns in (8192, 32000, 50257, 128256, 131072, 151936, 300001):
         count = min(rows, 1_000_000 // columns)
         logits = 2 * normal(count, columns, device="cuda", dtype=dtype)
@@ -125,9 +115,7 @@ def test_long_rows(rows: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("rows", [3, 300])
-def test_rows_that_fill_units_wherever_they_begin(
-    rows: int, offset: int, dtype: torch.dtype
-) -> None:
+def test_rows_that_fill_units_wherever_they_begin(rows, offset, dtype):
     for columns in (512, 1024, 2048, 4096, 8192, 16384, 131072):
         count = min(rows, 2_000_000 // columns)
         logits = normal(count, columns + 5, device="cuda", dtype=dtype)
@@ -137,7 +125,7 @@ def test_rows_that_fill_units_wherever_they_begin(
 
 @gpu
 @pytest.mark.parametrize("k", range(1, 17))
-def test_tiles_of_few_rows(k: int) -> None:
+def test_tiles_of_few_rows(k):
     for columns in (8, 72, 520, 1032, 2048):
         if k <= columns:
             check(normal(37, columns, device="cuda", dtype=torch.bfloat16), k, what=f"{columns}")
@@ -146,7 +134,7 @@ def test_tiles_of_few_rows(k: int) -> None:
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("data", DATA)
-def test_tiles_of_any_data(data: str, dtype: torch.dtype) -> None:
+def test_tiles_of_any_data(data, dtype):
     """Lists of every length, full and not, of rows of one lane and several, ragged and not."""
     for columns in (16, 24, 32, 64, 72, 128, 256, 520):
         logits = DATA[data](normal(150, columns, device="cuda")).to(dtype)
@@ -158,7 +146,7 @@ def test_tiles_of_any_data(data: str, dtype: torch.dtype) -> None:
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [2, 4, 6, 8, 16])
-def test_tiles_of_different_rows(k: int, dtype: torch.dtype) -> None:
+def test_tiles_of_different_rows(k, dtype):
     """Rows with more candidates than there is room for lie beside rows with few, and with NaN."""
     logits = normal(200, 64, device="cuda")
     logits[::3] = logits[::3].round()
@@ -170,7 +158,7 @@ def test_tiles_of_different_rows(k: int, dtype: torch.dtype) -> None:
 
 
 @gpu
-def test_gradient_in_a_row_with_nan_reads_no_mask_beside_it() -> None:
+def test_gradient_in_a_row_with_nan_reads_no_mask_beside_it():
     logits = normal(4, 1001, device="cuda", dtype=torch.bfloat16)
     logits[1, 7] = NAN
     mask = coin(1001, 4, device="cuda").mT
@@ -181,7 +169,7 @@ def test_gradient_in_a_row_with_nan_reads_no_mask_beside_it() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 10, 100, 200])
 @pytest.mark.parametrize("columns", [700, 70001])  # of the short ones most blocks see nothing
-def test_every_regime_selects_the_same(columns: int, k: int, dtype: torch.dtype) -> None:
+def test_every_regime_selects_the_same(columns, k, dtype):
     binary = ctypes.CDLL(str(library.load().path))
     header = (extension.CSRC / "topk" / "limits.h").read_text()
     table = re.search(r"kTopkRegimes\[\] = \{\n(.*?)\n\};", header, re.DOTALL)
@@ -209,7 +197,7 @@ def test_every_regime_selects_the_same(columns: int, k: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("columns", [32001, 128256])
-def test_a_vocabulary(columns: int, device: str) -> None:
+def test_a_vocabulary(columns, device):
     logits = normal(2, columns, device=device, dtype=torch.bfloat16)
     check(logits, 50, scale=1.25)
     check(logits, 50, mask=coin(columns, device=device, odds=0.9), renormalize=True)
@@ -217,7 +205,7 @@ def test_a_vocabulary(columns: int, device: str) -> None:
 
 @gpu
 @pytest.mark.parametrize("columns", [2, 8, 61, 128, 1024])
-def test_many_rows(columns: int) -> None:
+def test_many_rows(columns):
     for rows in (1000, 70001):
         logits = normal(rows, columns, device="cuda", dtype=torch.bfloat16)
         check(logits, min(columns, 8), what=f"({rows} x {columns})")
@@ -225,7 +213,7 @@ def test_many_rows(columns: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("columns", range(1, 70))
-def test_every_short_length(columns: int) -> None:
+def test_every_short_length(columns):
     logits = normal(7, columns, device="cuda", dtype=torch.float16)
     for k in sorted({1, columns // 2 + 1, columns}):
         check(logits, k)
@@ -252,13 +240,7 @@ NANS = torch.tensor([0x7FC00000, -0x400000, 0x7FFFFFFF, -1, 0x7F800001], dtype=t
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_order(
-    logits: list[float],
-    options: dict[str, Any],
-    indices: list[int],
-    dtype: torch.dtype,
-    device: str,
-) -> None:
+def test_order(logits, options, indices, dtype, device):
     row = torch.tensor([logits], device=device).to(dtype)
     if "mask" in options:
         mask = torch.zeros(len(logits), dtype=torch.bool, device=device)
@@ -269,14 +251,14 @@ def test_order(
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_zeros_of_both_signs_are_equal(dtype: torch.dtype, device: str) -> None:
+def test_zeros_of_both_signs_are_equal(dtype, device):
     logits = torch.tensor([-0.0, 0.0, -1.0, 0.0, -0.0], device=device, dtype=dtype)
     for scale in (1.0, -1.0):
         _, indices = megasoftmax.softmax_topk(logits, 5, scale=scale)
         assert indices.tolist() == ([0, 1, 3, 4, 2] if scale > 0 else [2, 0, 1, 3, 4])
 
 
-def test_scale_makes_no_ties(device: str) -> None:
+def test_scale_makes_no_ties(device):
     """Neighbours just below 2: three in four products with 1.1 round to the same float."""
     steps = torch.arange(64, device=device, dtype=torch.float32)
     logits = 2 - (steps + 1) * 2.0**-23
@@ -287,7 +269,7 @@ def test_scale_makes_no_ties(device: str) -> None:
     assert torch.equal(indices, torch.arange(63, -1, -1, device=device))
 
 
-def test_logits_that_differ_less_than_probabilities_can(device: str) -> None:
+def test_logits_that_differ_less_than_probabilities_can(device):
     """In bfloat16 all of these have the same probability."""
     logits = normal(4, 256, device=device) * 1e-4
     p, indices, *_ = check(logits, 40, dtype=torch.bfloat16)
@@ -295,7 +277,7 @@ def test_logits_that_differ_less_than_probabilities_can(device: str) -> None:
     assert torch.equal(logits.gather(-1, indices), logits.sort(-1, descending=True).values[:, :40])
 
 
-def test_probabilities_that_underflow_are_ordered_by_logits(device: str) -> None:
+def test_probabilities_that_underflow_are_ordered_by_logits(device):
     logits = torch.linspace(-2000, 0, 500, device=device).repeat(2, 1)
     p, indices, *_ = check(logits, 256, scale=2.0)
     assert (p[:, -1] == 0).all()
@@ -303,7 +285,7 @@ def test_probabilities_that_underflow_are_ordered_by_logits(device: str) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bias_decides_the_order(dtype: torch.dtype, device: str) -> None:
+def test_bias_decides_the_order(dtype, device):
     logits = normal(*SHAPE, device=device, dtype=dtype)
     for shape in (SHAPE, (1, 3, 1, 37), (37,), (5, 37), (2, 1, 5, 37), (3, 5, 1), (1,), ()):
         bias = normal(*shape, device=device, dtype=dtype, seed=2)
@@ -312,7 +294,7 @@ def test_bias_decides_the_order(dtype: torch.dtype, device: str) -> None:
         check(logits, 7, scale=80**-0.5, bias=bias, renormalize=True)
 
 
-def test_bias_is_added_with_one_rounding(device: str) -> None:
+def test_bias_is_added_with_one_rounding(device):
     """As a fused multiply-add does: rounding the product too would change the order."""
     logits, bias = (1 + 1e-3 * normal(4, 5000, device=device, seed=seed) for seed in (1, 2))
     _, indices, *_ = check(logits, 200, scale=0.7, bias=bias)
@@ -321,7 +303,7 @@ def test_bias_is_added_with_one_rounding(device: str) -> None:
     assert not torch.equal(order, indices.cpu())
 
 
-def test_bias_of_zeros_changes_nothing_but_empty_rows(device: str) -> None:
+def test_bias_of_zeros_changes_nothing_but_empty_rows(device):
     logits = normal(*SHAPE, device=device).round()
     logits[0, 1, 2] = -INF
     zeros = torch.zeros(37, device=device)
@@ -338,7 +320,7 @@ def test_bias_of_zeros_changes_nothing_but_empty_rows(device: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (37,), (5, 37), (3, 5, 1), (2, 1, 1, 37), (1, 3, 5, 37)])
-def test_mask_broadcasts(shape: tuple[int, ...], device: str) -> None:
+def test_mask_broadcasts(shape, device):
     logits = normal(*SHAPE, device=device)
     mask = coin(*shape, device=device) if shape else torch.tensor(False, device=device)
     bias = normal(3, 1, 37, device=device, seed=2).requires_grad_()
@@ -350,9 +332,7 @@ def test_mask_broadcasts(shape: tuple[int, ...], device: str) -> None:
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e4])
-def test_excluded_is_zero_whatever_stands_there(
-    value: float, dtype: torch.dtype, renormalize: bool, device: str
-) -> None:
+def test_excluded_is_zero_whatever_stands_there(value, dtype, renormalize, device):
     """Also where it is selected, because fewer than K are left."""
     mask = coin(2, 1, 5, 37, device=device, odds=0.9)
     excluded = mask.expand(SHAPE)
@@ -375,7 +355,7 @@ def test_excluded_is_zero_whatever_stands_there(
 
 
 @pytest.mark.parametrize("left", [0, 1, 5, 6, 7])
-def test_fewer_than_k_left(left: int, device: str) -> None:
+def test_fewer_than_k_left(left, device):
     """What is left comes first; what is excluded follows, by index."""
     logits = normal(4, 37, device=device)
     mask = torch.ones(4, 37, dtype=torch.bool, device=device)
@@ -392,9 +372,9 @@ def test_fewer_than_k_left(left: int, device: str) -> None:
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("how", ["plain", "mask", "bias", "scores with a mask"])
-def test_row_with_nothing_left(how: str, renormalize: bool, device: str) -> None:
+def test_row_with_nothing_left(how, renormalize, device):
     logits = normal(3, 9, device=device)
-    arguments: dict[str, Any] = {"renormalize": renormalize}
+    arguments = {"renormalize": renormalize}
     if how in ("plain", "scores with a mask"):
         logits[1] = -INF
     if how == "bias":
@@ -417,7 +397,7 @@ def test_row_with_nothing_left(how: str, renormalize: bool, device: str) -> None
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("where", ["logits", "bias"])
-def test_visible_nan_or_infinity(where: str, value: float, renormalize: bool, device: str) -> None:
+def test_visible_nan_or_infinity(where, value, renormalize, device):
     logits, bias = normal(3, 37, device=device), normal(3, 37, device=device, seed=2)
     {"logits": logits, "bias": bias}[where][1, 20] = value
     mask = coin(3, 37, device=device, odds=0.9)
@@ -440,13 +420,13 @@ def test_visible_nan_or_infinity(where: str, value: float, renormalize: bool, de
 
 @pytest.mark.parametrize("scale", [-1.0, -0.37, 80**-0.5, 3, 1e-3, 12.5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scale(scale: float, dtype: torch.dtype, device: str) -> None:
+def test_scale(scale, dtype, device):
     logits = normal(*SHAPE, device=device, dtype=dtype)
     check(logits, 6, scale=scale)
     check(logits, 6, scale=scale, renormalize=True, mask=coin(*SHAPE, device=device))
 
 
-def test_scale_of_zero_takes_the_first(device: str) -> None:
+def test_scale_of_zero_takes_the_first(device):
     logits = normal(*SHAPE, device=device)
     mask = coin(*SHAPE, device=device)
     _, indices, *_ = oracle_topk.check(megasoftmax.softmax_topk, logits, 4, scale=0.0)
@@ -455,7 +435,7 @@ def test_scale_of_zero_takes_the_first(device: str) -> None:
 
 
 @pytest.mark.parametrize("huge", [3e38, -3e38])
-def test_scale_of_huge_logits_does_not_overflow(huge: float, device: str) -> None:
+def test_scale_of_huge_logits_does_not_overflow(huge, device):
     logits = torch.full((3, 700), -abs(huge), device=device, dtype=torch.bfloat16)
     logits[:, 1] = logits[:, 600] = huge
     expected = (logits.double() * 3).softmax(-1)
@@ -466,7 +446,7 @@ def test_scale_of_huge_logits_does_not_overflow(huge: float, device: str) -> Non
 
 @pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
 @pytest.mark.parametrize("scale", [1.0, 0.125, 0.7, -0.7])
-def test_offset_of_all_logits(offset: float, scale: float, device: str) -> None:
+def test_offset_of_all_logits(offset, scale, device):
     """Gradients too: what is kept of a row must not be the log-sum-exp alone, nor a rounded max."""
     for columns in (9, 1003):
         logits = normal(4, columns, device=device) + offset
@@ -476,7 +456,7 @@ def test_offset_of_all_logits(offset: float, scale: float, device: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "out"), DTYPES_OF_KERNELS)
 @pytest.mark.parametrize("bias_dtype", DTYPES)
-def test_types(dtype: torch.dtype, out: torch.dtype, bias_dtype: torch.dtype, device: str) -> None:
+def test_types(dtype, out, bias_dtype, device):
     logits = normal(*SHAPE, device=device, dtype=dtype)
     check(logits, 9, dtype=out)
     check(logits, 9, dtype=out, renormalize=True, mask=coin(*SHAPE, device=device))
@@ -486,7 +466,7 @@ def test_types(dtype: torch.dtype, out: torch.dtype, bias_dtype: torch.dtype, de
     check(logits[None], 4, dtype=out, renormalize=True)
 
 
-STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+STRIDES = {
     "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
     "rows apart": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
     "odd offset": lambda x: torch.cat([x[..., :1], x], -1)[..., 1:],
@@ -500,7 +480,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_strides(strides: str, dtype: torch.dtype, device: str) -> None:
+def test_strides(strides, dtype, device):
     change = STRIDES[strides]
     for columns in (37, 1030):
         shape = (*SHAPE[:-1], columns)
@@ -514,7 +494,7 @@ def test_strides(strides: str, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_no_k(dtype: torch.dtype, renormalize: bool, device: str) -> None:
+def test_no_k(dtype, renormalize, device):
     logits = normal(*SHAPE, device=device, dtype=dtype)
     p, indices, _, d_logits = check(logits, 0, renormalize=renormalize)
     assert p.shape == indices.shape == (2, 3, 5, 0)
@@ -523,7 +503,7 @@ def test_no_k(dtype: torch.dtype, renormalize: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5), (2, 0, 3, 4)])
-def test_nothing_at_all(shape: tuple[int, ...], device: str) -> None:
+def test_nothing_at_all(shape, device):
     logits = torch.zeros(shape, device=device)
     for k in sorted({0, min(2, shape[-1])}):
         p, indices, lse, d_logits = check(logits, k)
@@ -533,7 +513,7 @@ def test_nothing_at_all(shape: tuple[int, ...], device: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 5, 37])
-def test_all_of_a_row(columns: int, device: str) -> None:
+def test_all_of_a_row(columns, device):
     """K = V: the whole softmax, sorted; renormalising changes nothing."""
     logits = normal(6, columns, device=device)
     p, indices, *_ = check(logits, columns)
@@ -543,7 +523,7 @@ def test_all_of_a_row(columns: int, device: str) -> None:
     torch.testing.assert_close(renormalised, p)
 
 
-def test_more_than_kernels_take_falls_back(device: str) -> None:
+def test_more_than_kernels_take_falls_back(device):
     logits = normal(3, 700, device=device)
     oracle_topk.check(megasoftmax.softmax_topk, logits, MAX_K + 1)
     oracle_topk.check(megasoftmax.softmax_topk, logits, 700, renormalize=True)
@@ -552,7 +532,7 @@ def test_more_than_kernels_take_falls_back(device: str) -> None:
 # Gradients
 
 
-def test_infinite_gradient_where_the_probability_is_zero(device: str) -> None:
+def test_infinite_gradient_where_the_probability_is_zero(device):
     logits = normal(2, 3, 37, device=device)
     logits[..., 5:] = -INF
     for renormalize in (False, True):
@@ -563,7 +543,7 @@ def test_infinite_gradient_where_the_probability_is_zero(device: str) -> None:
         assert (d_logits[..., 5:] == 0).all()
 
 
-def test_nan_gradient_of_a_selected_entry_spreads(device: str) -> None:
+def test_nan_gradient_of_a_selected_entry_spreads(device):
     g = normal(2, 3, 9, device=device, seed=2)
     g[1, 2, 7] = NAN
     *_, d_logits = check(normal(2, 3, 37, device=device), 9, g=g)
@@ -576,7 +556,7 @@ def test_nan_gradient_of_a_selected_entry_spreads(device: str) -> None:
     assert d_logits.isnan().sum() == 9
 
 
-def test_nothing_is_modified(device: str) -> None:
+def test_nothing_is_modified(device):
     logits = normal(*SHAPE, device=device).requires_grad_()
     bias = normal(*SHAPE, device=device, seed=2).requires_grad_()
     mask = coin(*SHAPE, device=device)
@@ -592,7 +572,7 @@ def test_nothing_is_modified(device: str) -> None:
             assert torch.equal(tensor, old)
 
 
-def test_same_bits_every_time(device: str) -> None:
+def test_same_bits_every_time(device):
     logits = normal(16, 5003, device=device, dtype=torch.bfloat16).round().requires_grad_()
     found = []
     for _ in range(3):
@@ -607,23 +587,16 @@ def test_same_bits_every_time(device: str) -> None:
 # The operators by themselves
 
 
-def forward_op(logits: Tensor, k: int, *, candidates: bool = False, **given: Any) -> Any:
+def forward_op(logits, k, *, candidates=False, **given):
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return topk_forward(
-        logits,
-        k,
-        given.get("scale", 1.0),
-        given.get("mask"),
-        given.get("bias"),
-        given.get("renormalize", False),
-        given.get("dtype", dtype),
-        candidates,
-    )
+    options = (given.get("scale", 1.0), given.get("mask"), given.get("bias"))
+    rest = (given.get("renormalize", False), given.get("dtype", dtype), candidates)
+    return topk_forward(logits, k, *options, *rest)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, -0.7])
-def test_candidates_are_z(dtype: torch.dtype, scale: float, device: str) -> None:
+def test_candidates_are_z(dtype, scale, device):
     if dtype == torch.float64 and device == "cuda":
         pytest.skip("the operator takes float64 on CPUs only")
     logits = normal(*SHAPE, device=device, dtype=dtype)
@@ -642,7 +615,7 @@ def test_candidates_are_z(dtype: torch.dtype, scale: float, device: str) -> None
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, -0.7])
 @pytest.mark.parametrize("offset", [0.0, 1e4, -3e5])
-def test_statistics(scale: float, offset: float, device: str) -> None:
+def test_statistics(scale, offset, device):
     """The first number is a logit, unrounded, and the second relative to it."""
     logits = normal(4, 1003, device=device) + offset
     _, _, statistics = forward_op(logits, 3, scale=scale)
@@ -656,7 +629,7 @@ def test_statistics(scale: float, offset: float, device: str) -> None:
     torch.testing.assert_close(lse, z.logsumexp(-1), rtol=3e-7, atol=1e-6)
 
 
-def test_statistics_of_special_rows(device: str) -> None:
+def test_statistics_of_special_rows(device):
     logits = normal(5, 9, device=device)
     logits[0], logits[1, 3], logits[2, 4], logits[3, 1:] = -INF, NAN, INF, -INF
     mask = torch.zeros(5, 9, dtype=torch.bool, device=device)
@@ -669,7 +642,7 @@ def test_statistics_of_special_rows(device: str) -> None:
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_backward_of_a_shard(renormalize: bool, device: str) -> None:
+def test_backward_of_a_shard(renormalize, device):
     """Indices outside count in the sum over K, and are not written."""
     logits, k = normal(5, 60, device=device), 9
     bias, mask = normal(5, 60, device=device, seed=2), coin(5, 60, device=device)
@@ -678,29 +651,18 @@ def test_backward_of_a_shard(renormalize: bool, device: str) -> None:
         given = {"bias": bias, "mask": mask, "scale": 0.7, "renormalize": renormalize}
         p, indices, statistics = forward_op(logits, k, **given)
 
-        def backward(begin: int, end: int, p=p, i=indices, s=statistics, h=lse_gradient) -> Tensor:
+        def backward(begin, end, p=p, i=indices, s=statistics, h=lse_gradient):
             part = slice(begin, end)
-            return topk_backward(
-                g,
-                p,
-                i - begin,
-                h,
-                logits[:, part],
-                s,
-                0.7,
-                mask[:, part],
-                bias[:, part],
-                renormalize,
-                0.7,
-                torch.float32,
-            )
+            tensors = (g, p, i - begin, h, logits[:, part], s)
+            limits = (mask[:, part], bias[:, part], renormalize)
+            return topk_backward(*tensors, 0.7, *limits, 0.7, torch.float32)
 
         whole = backward(0, 60)
         parts = torch.cat([backward(0, 13), backward(13, 14), backward(14, 60)], -1)
         torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-7)
 
 
-def test_oracle_agrees_with_autograd() -> None:
+def test_oracle_agrees_with_autograd():
     """Against torch's own derivatives of a dense formula."""
     logits = normal(*SHAPE, device="cpu").double().requires_grad_()
     bias = normal(*SHAPE, device="cpu", seed=2).double()

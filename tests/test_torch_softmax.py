@@ -1,8 +1,5 @@
 """softmax of scores alone on a CPU by torch's own: which calls, what they give."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from inputs import DTYPES, bits_equal, normal
@@ -17,12 +14,12 @@ SHAPE = (2, 3, 5, 7)
 
 
 @pytest.fixture
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def by_torch(monkeypatch):
     """An entry for each call that torch's softmax was given."""
-    taken: list[bool] = []
+    taken = []
     softmax = autograd.torch_softmax.softmax
 
-    def noted(scores: Tensor) -> Tensor:
+    def noted(scores):
         taken.append(True)
         return softmax(scores)
 
@@ -30,11 +27,11 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return taken
 
 
-def scores_of(dtype: torch.dtype = torch.float32) -> Tensor:
+def scores_of(dtype=torch.float32):
     return normal(*SHAPE, device="cpu", dtype=dtype)
 
 
-def by_reference(scores: Tensor, **options: Any) -> Tensor:
+def by_reference(scores, **options):
     """The same softmax, which torch's does not compute."""
     return megasoftmax.softmax(scores, mask=torch.zeros(1, dtype=torch.bool), **options)
 
@@ -47,7 +44,7 @@ def by_reference(scores: Tensor, **options: Any) -> Tensor:
     [{}, {"fused": False}, {"dim": 3}, {"scale": 1}, {"dtype": torch.float32}, {"seed": None}],
     ids=str,
 )
-def test_scores_alone(options: dict[str, Any], by_torch: list[bool]) -> None:
+def test_scores_alone(options, by_torch):
     for scores in (scores_of(), torch.nn.Parameter(scores_of())):
         p = megasoftmax.softmax(scores, **options)
         assert bits_equal(p, torch.softmax(scores, -1))
@@ -55,37 +52,26 @@ def test_scores_alone(options: dict[str, Any], by_torch: list[bool]) -> None:
     assert by_torch == [True, True]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale": 0.5},
-        {"mask": torch.zeros(7, dtype=torch.bool)},
-        {"bias": torch.zeros(7)},
-        {"causal": True},
-        {"window": (1, 1)},
-        {"visible": (None, None)},
-        {"sink": 0.0},
-        {"dropout": 0.5},
-        {"dtype": torch.bfloat16},
-        {"return_lse": True},
-        {"dim": 1},
-    ],
-    ids=str,
-)
-def test_other_options(options: dict[str, Any], by_torch: list[bool]) -> None:
-    megasoftmax.softmax(scores_of(), **options)
+OPTIONS = {"scale": 0.5, "mask": torch.zeros(7, dtype=torch.bool), "bias": torch.zeros(7)}
+OPTIONS |= {"causal": True, "window": (1, 1), "visible": (None, None), "sink": 0.0, "dropout": 0.5}
+OPTIONS |= {"dtype": torch.bfloat16, "return_lse": True, "dim": 1}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_other_options(option, by_torch):
+    megasoftmax.softmax(scores_of(), **{option: OPTIONS[option]})
     assert by_torch == []
 
 
-def test_fused_cannot_be_true(by_torch: list[bool]) -> None:
+def test_fused_cannot_be_true(by_torch):
     with pytest.raises(ValueError, match=r"fused: cannot be True here"):
         megasoftmax.softmax(scores_of(), fused=True)
     assert by_torch == []
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "dual level", "compile", "subclass"])
-def test_transforms(transform: str, by_torch: list[bool]) -> None:
-    def apply(function: Callable[[Tensor], Tensor]) -> Any:
+def test_transforms(transform, by_torch):
+    def apply(function):
         scores = scores_of()
         if transform == "grad":
             return torch.func.grad(lambda scores: function(scores).square().sum())(scores)
@@ -112,7 +98,7 @@ def test_transforms(transform: str, by_torch: list[bool]) -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("layout", ["dense", "transposed", "expanded"])
-def test_layouts(dtype: torch.dtype, layout: str, by_torch: list[bool]) -> None:
+def test_layouts(dtype, layout, by_torch):
     """Of scores and of incoming gradients."""
     scores, gradient = scores_of(dtype), normal(*SHAPE, device="cpu", dtype=dtype, seed=2)
     if layout == "transposed":
@@ -136,9 +122,7 @@ def test_layouts(dtype: torch.dtype, layout: str, by_torch: list[bool]) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["at 0", "elsewhere"])
-def test_gradient_that_is_not_finite_where_probabilities_are_0(
-    where: str, value: float, dtype: torch.dtype, by_torch: list[bool]
-) -> None:
+def test_gradient_that_is_not_finite_where_probabilities_are_0(where, value, dtype, by_torch):
     scores = scores_of(dtype)
     scores[0, 0, :, 2], scores[1, 1, 3, 4] = -INF, -1e4
     gradient = normal(*SHAPE, device="cpu", dtype=dtype, seed=2)
@@ -157,7 +141,7 @@ def test_gradient_that_is_not_finite_where_probabilities_are_0(
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_scores_that_are_not_finite(dtype: torch.dtype, value: float) -> None:
+def test_scores_that_are_not_finite(dtype, value):
     scores = scores_of(dtype)
     scores[0, 0, 1], scores[1, 2, 3, 4] = value, value
     found = []
@@ -171,14 +155,14 @@ def test_scores_that_are_not_finite(dtype: torch.dtype, value: float) -> None:
     assert found[0][0][0, 0, 1].isnan().all()
 
 
-def test_derivatives(by_torch: list[bool]) -> None:
+def test_derivatives(by_torch):
     scores = scores_of(torch.float64)[0, 0].requires_grad_()
     assert torch.autograd.gradcheck(megasoftmax.softmax, scores)
     assert torch.autograd.gradgradcheck(megasoftmax.softmax, scores)
     assert len(by_torch) > 2
 
 
-def test_forward_mode_over_reverse_mode_is_refused() -> None:
+def test_forward_mode_over_reverse_mode_is_refused():
     scores = scores_of().requires_grad_()
     p = megasoftmax.softmax(scores)
     with (
@@ -188,7 +172,7 @@ def test_forward_mode_over_reverse_mode_is_refused() -> None:
         torch.autograd.grad(p, scores, forward_ad.make_dual(torch.ones(SHAPE), torch.ones(SHAPE)))
 
 
-def test_result_may_be_changed_in_place() -> None:
+def test_result_may_be_changed_in_place():
     scores = scores_of().requires_grad_()
     p = megasoftmax.softmax(scores)
     p.mul_(2)

@@ -1,7 +1,5 @@
 """softmax_topk of a vocabulary that is sharded over processes, against the unsharded call."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import op_checks
@@ -21,11 +19,11 @@ INF, NAN = torch.inf, torch.nan
 SIZES = {2: [(23, 14), (3, 34)], 3: [(20, 4, 13), (0, 30, 7)]}
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def mask(odds: float = 0.4) -> Tensor:
+def mask(odds=0.4):
     """With a row of which little is left, and one of which nothing is."""
     excluded = torch.rand(*ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)) < odds
     excluded[0, 1, 2:] = True
@@ -34,19 +32,19 @@ def mask(odds: float = 0.4) -> Tensor:
     return excluded
 
 
-def with_poison() -> Tensor:
+def with_poison():
     logits = normal(*ROWS, COLUMNS)
     logits[0, 0, 30], logits[0, 2, [2, 25]], logits[1, 1] = NAN, INF, -INF
     return logits
 
 
-def neighbours() -> Tensor:
+def neighbours():
     """Distinct numbers of which several have the same product with 1.1."""
     return 2 - torch.arange(1, 6 * COLUMNS + 1).float().view(*ROWS, COLUMNS).flip(-1) * 2.0**-23
 
 
 Case = dict[str, Any]
-CASES: dict[str, Callable[[], Case]] = {
+CASES = {
     "plain": dict,
     "scaled": lambda: {"scale": 0.7},
     "negative scale": lambda: {"scale": -0.7, "logits": normal(*ROWS, COLUMNS).round()},
@@ -82,15 +80,15 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def arguments_of(name: str) -> Case:
+def arguments_of(name):
     return {"logits": normal(*ROWS, COLUMNS), "k": K, "return_lse": True} | CASES[name]()
 
 
-def part_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+def part_of(tensor, begin, end):
     return tensor if tensor.shape[-1] == 1 else tensor[..., begin:end]
 
 
-def run(device: str, begin: int, end: int, group: Any, given: Case) -> dict[str, Tensor | None]:
+def run(device, begin, end, group, given):
     """The call on columns begin to end, and the gradients of what of logits and bias is there."""
     given = {
         name: part_of(value, begin, end).to(device) if isinstance(value, Tensor) else value
@@ -107,10 +105,10 @@ def run(device: str, begin: int, end: int, group: Any, given: Case) -> dict[str,
     return {name: tensor.detach().cpu() for name, tensor in zip(names, tensors, strict=False)}
 
 
-def worker(rank: int, world: int, device: str, folder: Path) -> dict[Any, Any]:
+def worker(rank, world, device, folder):
     """What every case makes of this rank's shard."""
     group = torch.distributed.group.WORLD
-    found: dict[Any, Any] = {}
+    found = {}
     for sizes in SIZES[world]:
         begin = sum(sizes[:rank])
         for name in CASES:
@@ -123,7 +121,7 @@ def worker(rank: int, world: int, device: str, folder: Path) -> dict[Any, Any]:
     return found
 
 
-def messages(device: str, group: Any) -> list[str]:
+def messages(device, group):
     """What is said where a call with a group is refused."""
     logits = normal(2, 5).to(device).requires_grad_()
     said = []
@@ -139,12 +137,12 @@ def messages(device: str, group: Any) -> list[str]:
     return said
 
 
-def beyond_the_vocabulary(device: str, group: Any) -> list[Tensor]:
+def beyond_the_vocabulary(device, group):
     p, indices = megasoftmax.softmax_topk(torch.ones(2, 2, device=device), 9, group=group)
     return [p.cpu(), indices.cpu()]
 
 
-def check(ranks: list[dict[Any, Any]], sizes: tuple[int, ...], name: str) -> None:
+def check(ranks, sizes, name):
     found = [rank[sizes, name] for rank in ranks]
     for output in ("p", "indices", "lse"):
         for other in found[1:]:  # NaN has bits, too
@@ -179,7 +177,7 @@ def check(ranks: list[dict[Any, Any]], sizes: tuple[int, ...], name: str) -> Non
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[Any, Any]]]:
+def ranks(tmp_path_factory):
     return processes.spawned_once(worker, tmp_path_factory)
 
 
@@ -210,7 +208,7 @@ def test_messages(ranks):
 
 
 def test_compiled(group_of_one):
-    def function(logits: Tensor) -> Any:
+    def function(logits):
         options = {"scale": 0.7, "return_lse": True, "group": group_of_one}
         return megasoftmax.softmax_topk(logits, K, **options)
 
@@ -219,7 +217,7 @@ def test_compiled(group_of_one):
 
 
 def test_forward_mode_is_refused(group_of_one):
-    def function(logits: Tensor) -> Tensor:
+    def function(logits):
         return megasoftmax.softmax_topk(logits, K, group=group_of_one)[0]
 
     logits = normal(*ROWS, COLUMNS)
@@ -228,7 +226,7 @@ def test_forward_mode_is_refused(group_of_one):
 
 
 def test_reasons(group_of_one):
-    def reasons(k: int, columns: int = 200, **arguments: Any) -> list[str]:
+    def reasons(k, columns=200, **arguments):
         found = megasoftmax.why_not_fused(
             megasoftmax.softmax_topk, normal(2, columns), k, **arguments, group=group_of_one
         )

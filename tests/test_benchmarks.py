@@ -1,18 +1,21 @@
-"""The training benchmark on tiny models: what it writes, and that what is wrong is not timed."""
+"""Benchmarks of tiny models: what they write, and that what is wrong is not timed."""
 
 import csv
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import bench_generation
 import bench_training
 import training_cases
-from tables import training_table
+from tables import generation_table, training_table
 from training_cases import cases
 
 import megasoftmax
@@ -30,9 +33,10 @@ def find(name):
     return next(case for case in cases() if name in case.name)
 
 
-def run(out, only="", device="cpu"):
+def run(out, only="", device="cpu", benchmark=bench_training, **options):
     """The rows that a quick run writes."""
-    bench_training.main(rounds=1, out=out, only=only, quick=True, device=device, commit="abc")
+    options |= {"out": out, "only": only, "device": device, "commit": "abc"}
+    benchmark.main(rounds=1, quick=True, **options)
     return read(out)
 
 
@@ -91,18 +95,6 @@ def test_wrong_implementation_is_named_and_not_timed(fault, only, parameter, tmp
         assert bool(row["tokens_per_second"]) != wrong
 
 
-class Scripted:
-    """Stands for a Training: what each implementation computes, or raises."""
-
-    def __init__(self, **results):
-        self.results = results
-
-    def gradients(self, implementation):
-        if isinstance(self.results[implementation], Exception):
-            raise self.results[implementation]
-        return self.results[implementation]
-
-
 @pytest.mark.parametrize(
     ("loss", "gradient", "note"),
     [
@@ -117,13 +109,15 @@ class Scripted:
 def test_comparison(loss, gradient, note):
     """With the first that has enough memory."""
     gradients = {"weight": None if gradient is None else torch.tensor(gradient)}
-    training = Scripted(
-        eager=torch.OutOfMemoryError("CUDA out of memory."),
-        sdpa=(9.8, GRADIENTS),
-        megasoftmax=(loss, gradients),
-    )
-    rows = {name: {} for name in training.results}
-    bench_training.compare(training, rows)
+    results = {"sdpa": (9.8, GRADIENTS), "megasoftmax": (loss, gradients)}
+
+    def compute(name):
+        if name == "eager":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return results[name]
+
+    rows = {name: {} for name in ("eager", *results)}
+    bench_training.compare(SimpleNamespace(gradients=compute), rows)
     assert rows["eager"] == {"note": "out of memory"}
     assert rows["sdpa"] == {"loss": "9.80000", "gradient_difference": "0.0000"}
     assert rows["megasoftmax"].get("note", "") == note
@@ -151,3 +145,34 @@ def test_documents_have_positions_of_their_own():
     positions = replace(case, length=16).inputs()["position_ids"]
     assert positions.tolist() == [[0, 1] * 8]
     assert case.batch * case.length == 8 * 1024
+
+
+def test_quick_run_generates_in_every_case(tmp_path):
+    """Transformers compiles nothing on a CPU."""
+    rows = run(tmp_path / "generation.csv", benchmark=bench_generation, tokens=3)
+    pairs = itertools.product(bench_generation.CASES, bench_generation.IMPLEMENTATIONS)
+    expected = [(str(case), name) for case, name in pairs]
+    assert [(row["case"], row["implementation"]) for row in rows] == expected
+    for row in rows:
+        assert (row["commit"], row["torch"], row["tokens"]) == ("abc", torch.__version__, "3")
+        assert float(row["tokens_per_second"]) > 0
+    table = generation_table(rows)
+    assert all(f"| {case} |" in table for case, _ in expected)
+
+
+def test_time_of_the_prompt_is_left_out(monkeypatch):
+    """20 s for a prompt and the first token, and 2 s for each further one."""
+    now = [0.0]
+
+    def generate(prompt, max_new_tokens, min_new_tokens, streamer):
+        assert min_new_tokens == max_new_tokens
+        streamer.put(prompt)
+        now[0] += 18
+        for _ in range(max_new_tokens):
+            now[0] += 2
+            streamer.put(torch.zeros(1))
+        streamer.end()
+
+    monkeypatch.setattr(bench_generation.time, "perf_counter", lambda: now[0])
+    model = SimpleNamespace(generate=generate)
+    assert bench_generation.seconds_per_token(model, torch.zeros(1), 5, {}) == 2
