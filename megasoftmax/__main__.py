@@ -323,6 +323,11 @@ def check_kernels(
     """
     from megasoftmax.check import CheckReport, check  # seconds of imports for other commands
 
+    try:
+        report.write_text("")  # before the run, not after it
+    except OSError as error:
+        typer.echo(f"Error: report: {error}", err=True)
+        raise typer.Exit(2) from error
     if device is None and not torch.cuda.is_available():
         typer.echo("torch sees no CUDA GPU: the paths of a CPU are checked, and no kernel")
     if seed is None:

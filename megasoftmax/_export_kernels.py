@@ -168,7 +168,10 @@ def _write(variant: Path, backend: dict[str, object], library: Path | None = Non
 
 
 def _build_toml() -> str:
-    """How kernel-builder compiles the sources, by torch's stable ABI."""
+    """How kernel-builder compiles the sources, by torch's stable ABI.
+
+    cpp_extension adds the last flag for nvcc by itself.
+    """
     sources = sorted(path for path in CSRC.rglob("*") if path.is_file())
     sources = [path for path in sources if path.parent != CSRC / "host"]
     bindings = [path for path in sources if path.parent == CSRC / "bindings"]
@@ -202,6 +205,6 @@ cuda = "{MIN_TORCH[0]}.{MIN_TORCH[1]}"
 backend = "cuda"
 depends = ["torch"]
 cxx-flags = {listed(CXX_FLAGS)}
-cuda-flags = {listed(NVCC_FLAGS)}
+cuda-flags = {listed([*NVCC_FLAGS, "--expt-relaxed-constexpr"])}
 src = {files(kernels)}
 """

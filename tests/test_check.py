@@ -156,6 +156,8 @@ def test_command_without_a_result(monkeypatch, tmp_path):
     result = run("--device=cuda", *options)
     assert (result.exit_code, "Error: no kernels to check: no nvcc" in result.output) == (2, True)
     assert run("--device=tpu", *options).exit_code == 2
+    result = run("--device=cpu", f"--report={tmp_path / 'no folder' / 'report.txt'}")
+    assert (result.exit_code, "Error: report: " in result.output) == (2, True)
     assert "family: expected one of softmax, " in run("--family=mean", *options).output
 
 
