@@ -85,7 +85,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.rows, self.columns = (_Attention(PAIR_WIDTH, attend) for _ in range(2))
         self.tokens = _Attention(WIDTH, attend)
-        self.norm = nn.LayerNorm(PAIR_WIDTH)
+        self.norm = nn.LayerNorm(PAIR_WIDTH, bias=False)  # attention ignores a shift of all biases
         self.biases = nn.Linear(PAIR_WIDTH, 3 * HEADS, bias=False)
         self.transition = nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.ReLU(), nn.Linear(128, WIDTH)
