@@ -201,7 +201,10 @@ class TopkCall(Call):
             logits.is_cpu
             and self.k > 0
             and options.scale > 0
-            and options.mask is options.bias is options.group is options.fused is None
+            and options.mask is None
+            and options.bias is None
+            and options.group is None
+            and options.fused is None
             and not options.return_lse
             and not (torch.is_grad_enabled() and logits.requires_grad)
             and type(logits) is Tensor
