@@ -1,0 +1,167 @@
+#pragma once
+// Which tiles of queries a block of Hopper's forward takes, and which tiles of keys for each.
+
+#include "../../exclusion.cuh"
+#include "../../parts.cuh"
+#include "../../tile_of_queries.cuh"
+#include "memory.cuh"
+
+namespace megasoftmax {
+
+// What a block owns: the queries of a head, 64 for each warpgroup, or all queries of several heads
+// that share keys, a warpgroup each.
+template <bool kMayShare>
+struct QueriesOfBlock : TileOfQueries {
+  int heads = 0;  // 0: one, whose queries warpgroups share
+
+  __device__ QueriesOfBlock(const AttentionForwardParams& params, int queries_per_tile, int number)
+      : TileOfQueries(params, queries_per_tile, number) {
+    first_query -= params.lead;
+    if (!kMayShare || params.heads_of_block == 1) return;
+    const int group = static_cast<int>(params.heads_per_key_head.divisor);
+    int key_head, before;
+    params.blocks_of_heads.split(head, key_head, before);
+    before *= params.heads_of_block;
+    head = key_head * group + before;
+    heads = min(params.heads_of_block, group - before);
+  }
+  // As it was assigned, the same for all lanes.
+  __device__ explicit QueriesOfBlock(const TileOfQueries& assigned) : TileOfQueries(assigned) {
+    first_query = uniform(first_query);
+    head = uniform(head);
+    batch = uniform(batch);
+    split = uniform(split);
+  }
+  // Of a warpgroup that has none, the last one.
+  __device__ int head_of(int warpgroup) const {
+    return kMayShare && heads > 0 ? head + min(warpgroup, heads - 1) : head;
+  }
+  // The first one. Of a warpgroup that has none it lies beyond the tensor.
+  __device__ int query_of(const AttentionForwardParams& params, int warpgroup) const {
+    if (kMayShare && heads > 0) return warpgroup < heads ? 0 : params.queries;
+    const int query = first_query + 64 * warpgroup;
+    return query < 0 ? params.queries : query;
+  }
+};
+
+// The tiles of keys that a block takes, one after the other.
+template <int kQueries, int kKeys, bool kIsPlain>
+class TilesOfBlock {
+ public:
+  int key, end;   // the first key of the tile at hand; none is left from `end` on
+  uint32_t step;  // how many the block took before
+
+  // `assigned` counts where launches are not plain.
+  __device__ TilesOfBlock(const AttentionForwardParams& params, const TileOfQueries& block,
+                          const AssignedTile<kQueries>& assigned, uint32_t step)
+      : step(step) {
+    KeyRange seen;
+    if constexpr (kIsPlain) {
+      const int last_query = min(block.first_query + kQueries, params.queries) - 1;
+      seen = {visible_keys(params, max(block.first_query, 0)).begin,
+              visible_keys(params, last_query).end};
+    } else {
+      seen = {assigned.next(0), assigned.end()};
+    }
+    const KeyRange part =
+        part_of<kKeys>(params, {seen.begin / kKeys * kKeys, seen.end}, block.split);
+    end = part.end;
+    if constexpr (kIsPlain) {
+      go_to(part.begin);
+    } else {
+      const int first = max(part.begin, seen.begin);
+      go_to(params.note.words == nullptr || first >= end
+                ? first
+                : tiles_.from(params, block.batch, block.head, block.first_query,
+                              first / kNoteTile * kNoteTile));
+    }
+  }
+  __device__ bool are_left() const { return key < end; }
+  __device__ void advance(const AttentionForwardParams& params, const TileOfQueries& block,
+                          const AssignedTile<kQueries>& assigned) {
+    if constexpr (kIsPlain) {
+      key += kKeys;
+    } else {
+      go_to(params.note.words != nullptr
+                ? tiles_.after(params, key + kKeys - kNoteTile, [&] { return block; })
+                : assigned.next(key + kKeys));
+    }
+    ++step;
+  }
+  // By mask.
+  __device__ bool may_exclude() const {
+    return !kIsPlain && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kKeys - kNoteTile));
+  }
+
+ private:
+  // Of the key behind the last tile that is noted, the tile may begin before the end. The compiler
+  // does not see that all lanes take the same steps. Unless it is told, it computes in registers of
+  // the lanes, between the products, where their matrices lie.
+  __device__ void go_to(int seen) {
+    key = seen < end ? seen / kKeys * kKeys : end;
+    if constexpr (!kIsPlain) key = uniform(key);
+  }
+
+  [[maybe_unused]] KeyTiles<kQueries> tiles_;
+};
+
+// The same where launches are not plain, as the copying warp tells the others.
+class FollowedTiles {
+ public:
+  int key;
+  uint32_t step;
+
+  __device__ FollowedTiles(int first_key, uint32_t step) : key(uniform(first_key)), step(step) {}
+  __device__ bool are_left() const { return key != kNoKey; }
+  // What is told of a step, in one word.
+  __device__ static int told(int next_key, bool may_exclude) { return next_key | may_exclude; }
+  // Reads that of the step at hand, whose keys are there, and not used.
+  __device__ void read(int told) { told_ = uniform(told); }
+  __device__ void advance() {
+    key = told_ & ~1;
+    ++step;
+  }
+  __device__ bool may_exclude() const { return (told_ & 1) != 0; }
+
+ private:
+  int told_ = kNoKey;
+};
+
+// The tiles of queries of a block: all blocks take them in turn. Causal tiles become shorter: every
+// other turn is in reverse. Else one tile of a head alone may be shorter: each turn is moved by
+// one, so that no block gets those of all heads. What a mask or ranges leave of a tile is not known
+// before: then a block takes the next one when it is done with one, which it counts in global
+// memory.
+class WorkOfBlock {
+ public:
+  __device__ explicit WorkOfBlock(const AttentionForwardParams& params)
+      : is_even_(params.window_left < 0 && params.window_right < 0),
+        place_(static_cast<int>(blockIdx.x)),
+        count_(static_cast<int>(params.order.tiles * params.key_heads *
+                                params.blocks_of_heads.divisor * params.batches)) {}
+  __device__ int number() const { return first_ + place_; }
+  __device__ bool is_left() const { return number() < count_; }
+  __device__ bool may_come() const { return first_ < count_; }
+  __device__ void advance() {
+    const int blocks = static_cast<int>(gridDim.x);
+    first_ += blocks;
+    place_ = !is_even_ ? blocks - 1 - place_ : place_ + 1 < blocks ? place_ + 1 : 0;
+  }
+  // The number of the tile of the next turn, or one that is too large. Lane 0 of the copying warp
+  // counts, and has it alone.
+  __device__ uint32_t next(const AttentionForwardParams& params) const {
+    if (params.tiles_taken != nullptr)
+      return threadIdx.x == 0 ? gridDim.x + atomicAdd(params.tiles_taken, 1) : 0;
+    WorkOfBlock after = *this;
+    after.advance();
+    return after.may_come() ? static_cast<uint32_t>(after.number()) : ~0u;
+  }
+  __device__ bool has(uint32_t number) const { return number < static_cast<uint32_t>(count_); }
+
+ private:
+  bool is_even_;
+  int first_ = 0, place_;  // of the turn, and of the block in it
+  int count_;
+};
+
+}  // namespace megasoftmax
