@@ -99,7 +99,7 @@ struct alignas(8) PartEnd {
 struct AttentionForwardParams : AttentionParams {
   Strided output;
 
-  // Keys are split among so many blocks, and `parts`, workspace of part_floats(), has what each
+  // Keys are split among so many blocks, and `parts`, workspace of part_bytes(), has what each
   // makes of a row. Null: keys are not split, or the blocks are a cluster, which adds up.
   int splits = 1;
   float* parts = nullptr;
@@ -123,8 +123,8 @@ struct AttentionForwardParams : AttentionParams {
 
   // [splits, rows, value_dim], float32: sums of values times weights; then [splits, rows] of
   // PartEnd.
-  int64_t part_floats() const {
-    return splits * rows() * (value_dim + static_cast<int64_t>(sizeof(PartEnd) / sizeof(float)));
+  int64_t part_bytes(int64_t splits) const {
+    return splits * rows() * static_cast<int64_t>(value_dim * sizeof(float) + sizeof(PartEnd));
   }
   __device__ float* part(int64_t split, int64_t row) const {
     return parts + (split * rows() + row) * value_dim;
@@ -185,7 +185,7 @@ struct AttentionBackwardParams : AttentionParams {
   float* table_gradient = nullptr;  // of diagonals: as the bias, but float32 and contiguous
 
   // In order, what shares an entry is cut into so many parts. With more than one, workspace of
-  // bias_part_floats() has the sums of each, float32, of bias_entries() entries.
+  // bias_part_bytes() has the sums of each, float32, of bias_entries() entries.
   int bias_parts = 1;
   float* part_sums = nullptr;
 
@@ -198,8 +198,15 @@ struct AttentionBackwardParams : AttentionParams {
   __host__ __device__ int64_t part_entries() const {
     return divide_up<int64_t>(bias_entries(), 4) * 4;
   }
-  int64_t bias_part_floats() const { return bias_parts > 1 ? bias_parts * part_entries() : 0; }
+  int64_t bias_part_bytes(int64_t parts) const {
+    return parts > 1 ? parts * part_entries() * static_cast<int64_t>(sizeof(float)) : 0;
+  }
   __device__ float* bias_part(int64_t part) const { return part_sums + part * part_entries(); }
+  // Of sums along diagonals of tiles of so many keys, see diagonals_of.
+  int64_t diagonal_bytes(int tile_keys) const {
+    return batches * heads * divide_up(keys, tile_keys) * (int64_t{tile_keys} - 1 + queries) *
+           static_cast<int64_t>(sizeof(float));
+  }
 };
 
 // Sums along diagonals of a tile of kKeys keys, of which each tile has its own: [batches, heads,

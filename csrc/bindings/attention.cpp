@@ -5,7 +5,6 @@
 
 #include <tuple>
 
-#include "../attention/plan.h"
 #include "../common/device.h"
 #include "checks.h"
 #include "library.h"
@@ -74,6 +73,16 @@ Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
   }
   is_fast &= first + end * size <= end_of_storage(bias);
   return is_fast ? bias : with_dense_rows(bias, in_chunk);
+}
+
+// Gives a launch its workspace, which the caller keeps until the launch.
+template <class Launch>
+Tensor set_workspace(Launch& launch, const Tensor& beside) {
+  Tensor workspace;
+  if (launch.plan.workspace_bytes == 0) return workspace;
+  workspace = new_workspace(launch.plan.workspace_bytes, beside);
+  launch.set_workspace(workspace.data_ptr());
+  return workspace;
 }
 
 // What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,
@@ -284,22 +293,11 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
       new_tensor({3, params.batches, params.heads, params.queries}, ScalarType::Float, query);
   params.output = rows_of(output);
   params.statistics = static_cast<float*>(statistics.data_ptr());
-  Tensor parts, tiles_taken;
-  const KeySplits splits = attention_forward_splits(params, current_stream(query));
-  params.splits = splits.count;
-  if (splits.take_workspace) {
-    parts = new_tensor({params.part_floats()}, ScalarType::Float, query);
-    params.parts = static_cast<float*>(parts.data_ptr());
-  }
-  if (!takes_few_queries(params) && !is_wide(params) && (mask || first || end)) {
-    const bool finds_ranges = attention_forward_finds_ranges(params);
-    if (mask || !finds_ranges) note = set_note(params, mask, first, end, note, query, false);
-    if (finds_ranges) {
-      tiles_taken = new_tensor({1}, ScalarType::Int, query);
-      params.tiles_taken = static_cast<uint32_t*>(tiles_taken.data_ptr());
-    }
-  }
-  check_cuda(attention_forward(params, current_stream(query)), "attention_forward");
+  ForwardLaunch launch = plan_attention_forward(params, current_stream(query));
+  const Tensor workspace = set_workspace(launch, query);
+  if (launch.plan.reads_block_mask(mask.has_value(), first || end))
+    note = set_note(launch.params, mask, first, end, note, query, false);
+  check_cuda(attention_forward(launch, current_stream(query)), "attention_forward");
   if (params.value_dim != value.size(3)) {
     Tensor narrow = torch::stable::narrow(output, 3, 0, value.size(3));
     output = new_output(query, value.size(3));
@@ -400,22 +398,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   params.query_gradient = query_gradient.rows();
   params.key_gradient = key_gradient.rows();
   params.value_gradient = value_gradient.rows();
-  const Tensor row_workspace = new_workspace(params.rows() * sizeof(RowOfBackward), query);
-  params.rows_of_backward = static_cast<RowOfBackward*>(row_workspace.data_ptr());
-  Tensor sums, turns;
-  params.query_gradient_kind = attention_query_gradient_kind(params, deterministic);
-  if (params.query_gradient_kind == QueryGradient::kAdded ||
-      params.query_gradient_kind == QueryGradient::kInTurns) {
-    sums = new_workspace(params.rows() * params.head_dim * sizeof(float), query);
-    params.query_gradient_sum = static_cast<float*>(sums.data_ptr());
-  }
-  if (params.query_gradient_kind == QueryGradient::kInTurns) {
-    turns = new_workspace(params.turn_count() * sizeof(uint32_t), query);
-    params.turns = static_cast<uint32_t*>(turns.data_ptr());
-  }
 
   Tensor bias_sums = new_tensor({0}, ScalarType::Float, query);
-  Tensor bias_result = bias_sums, parts;
+  Tensor bias_result = bias_sums;
   check(!bias_gradient || bias.has_value(), "bias_gradient without a bias");
   // Without a query's head nothing is launched, but keys or a bias may be there.
   if (params.batches == 0 || params.heads == 0) {
@@ -427,47 +412,41 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
             std::move(sink_rows)};
   }
   note = set_note(params, mask, first, end, note, query, true);
-  if (bias_gradient) {
+  if (bias_gradient)
     params.bias_gradient_kind =
         bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1));
-    if (params.bias_gradient_kind == BiasGradient::kShared)
-      params.bias_gradient_kind = attention_shared_bias_gradient_kind(params, deterministic);
-    if (params.bias_gradient_kind == BiasGradient::kInOrder) {
-      params.bias_parts = attention_bias_parts(params);
-      parts = new_workspace(params.bias_part_floats() * sizeof(float), query);
-      params.part_sums = static_cast<float*>(parts.data_ptr());
-    }
-    const int64_t batches = params.batches, heads = params.heads;
-    switch (params.bias_gradient_kind) {
-      case BiasGradient::kShared:
-        bias_sums = bias_result = new_tensor(sizes_of(*bias), ScalarType::Float, query);
-        break;
-      case BiasGradient::kDense:
-      case BiasGradient::kInClusters:
-      case BiasGradient::kInOrder:
-        bias_sums = bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);
-        break;
-      case BiasGradient::kKeys:
-        bias_sums = new_tensor({batches, heads, params.keys}, ScalarType::Float, query);
-        break;
-      case BiasGradient::kQueries:
-        bias_sums = new_tensor(row_counts, ScalarType::Float, query);
-        break;
-      default: {  // kDiagonals
-        const int64_t tile = attention_backward_keys(params);
-        bias_sums = new_tensor(
-            {batches, heads, divide_up<int64_t>(params.keys, tile), tile - 1 + params.queries},
-            ScalarType::Float, query);
-        bias_result = new_tensor(sizes_of(*bias), ScalarType::Float, query);
-        params.table_gradient = static_cast<float*>(bias_result.data_ptr());
-      }
-    }
-    params.bias_gradient = bias_sums.data_ptr();
-    params.bias_gradient_bytes = bias_sums.numel() * size_of(dtype_of(bias_sums.scalar_type(), ""));
+  BackwardLaunch launch = plan_attention_backward(params, deterministic);
+  const Tensor workspace = set_workspace(launch, query);
+  const auto write_bias_gradient = [&](const std::vector<int64_t>& sizes, ScalarType type) {
+    bias_sums = new_tensor(sizes, type, query);
+    launch.params.bias_gradient = bias_sums.data_ptr();
+    launch.params.bias_gradient_bytes = bias_sums.numel() * size_of(dtype_of(type, "bias"));
+    return bias_sums;
+  };
+  const BiasGradient kind = launch.plan.bias_gradient;
+  switch (kind) {
+    case BiasGradient::kNone:
+      break;
+    case BiasGradient::kShared:
+      bias_result = write_bias_gradient(sizes_of(*bias), ScalarType::Float);
+      break;
+    case BiasGradient::kDense:
+    case BiasGradient::kInClusters:
+    case BiasGradient::kInOrder:
+      bias_result = write_bias_gradient(sizes_of(*bias), bias->scalar_type());
+      break;
+    case BiasGradient::kKeys:
+      write_bias_gradient({params.batches, params.heads, params.keys}, ScalarType::Float);
+      break;
+    case BiasGradient::kQueries:
+      write_bias_gradient(row_counts, ScalarType::Float);
+      break;
+    case BiasGradient::kDiagonals:
+      bias_result = new_tensor(sizes_of(*bias), ScalarType::Float, query);
+      launch.params.table_gradient = static_cast<float*>(bias_result.data_ptr());
   }
-  check_cuda(attention_backward(params, current_stream(query)), "attention_backward");
-  if (params.bias_gradient_kind == BiasGradient::kKeys ||
-      params.bias_gradient_kind == BiasGradient::kQueries) {
+  check_cuda(attention_backward(launch, current_stream(query)), "attention_backward");
+  if (kind == BiasGradient::kKeys || kind == BiasGradient::kQueries) {
     bias_result = sum_of_shared(bias_sums, *bias);
   } else if (bias_gradient && bias_result.scalar_type() != bias->scalar_type()) {
     bias_result = torch::stable::to(bias_result, bias->scalar_type());

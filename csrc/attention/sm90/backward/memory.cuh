@@ -5,7 +5,7 @@
 #include "../../../common/limits.h"
 #include "../../bias.cuh"
 #include "../../limits.h"
-#include "../../plan.h"
+#include "../plan.h"
 #include "../kept_bits.cuh"
 #include "../ptx.cuh"
 #include "diagonal_sums.cuh"
@@ -48,8 +48,6 @@ struct HopperBackwardMemory {
   static_assert(kDim % 16 == 0 && kValueDim % 16 == 0);
   static_assert(kQueries % kNoteTile == 0 && kKeys % kNoteTile == 0);
   static_assert(takes_bias(kTile, kBias));
-  // What follows the kernel finds one length of diagonals.
-  static_assert(kBias != HopperBias::kTable || kKeys == kAttentionHopperBackwardTiles[0].keys());
   static_assert(shares_registers(kTile));
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // 64 x 64 elements of dQ for each
 

@@ -6,7 +6,7 @@
 #include "../../bias.cuh"
 #include "../../exclusion.cuh"
 #include "../../limits.h"
-#include "../../plan.h"
+#include "../plan.h"
 #include "../../tile_of_queries.cuh"
 #include "../ptx.cuh"
 
