@@ -225,4 +225,29 @@ struct RowEnd {
   }
 };
 
+// The end of the rows of a head: what the options of the logits add to the sums over keys.
+class RowEnds {
+ public:
+  __device__ RowEnds(const AttentionParams& params, int head)
+      : params_(params), sink_(sink_logit(params.sink, head)) {}
+
+  // Of a row, by its largest logit and the sum of its weights relative to that.
+  __device__ RowEnd of(float largest, float sum) const {
+    return RowEnd(largest, sum, sink_, params_.can_exclude);
+  }
+  // Backward: stores a row's gradient of the sink, where that is wanted, and returns it.
+  __device__ float store_gradient(const AttentionBackwardParams& params, int64_t row,
+                                  float delta) const {
+    const float gradient = sink_ == -INFINITY
+                               ? 0.f
+                               : -expf(sink_ - params.statistics[2 * params.rows() + row]) * delta;
+    if (params.sink_gradient != nullptr) params.sink_gradient[row] = gradient;
+    return gradient;
+  }
+
+ private:
+  const AttentionParams& params_;
+  float sink_;
+};
+
 }  // namespace megasoftmax

@@ -8,7 +8,7 @@
 // heads that share the keys. dQ is summed in float32 in global memory, over blocks in any order.
 
 #include "../../common/reduce.cuh"
-#include "../../common/sink.cuh"
+#include "../online_softmax.cuh"
 #include "../turns.cuh"
 #include "backward_tile.cuh"
 #include "bias_gradient.cuh"
@@ -17,8 +17,8 @@ namespace megasoftmax {
 
 inline constexpr int kThreadsOfRows = 256;
 
-// Row by row, some lanes each: what all blocks of the backward need, the sink's gradient, and zeros
-// that they add dQ to.
+// Row by row, some lanes each: what all blocks of the backward need, gradients of the options of
+// the logits, and zeros that blocks add dQ to.
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kThreadsOfRows)
     attention_rows_kernel(const __grid_constant__ AttentionBackwardParams params) {
@@ -59,16 +59,13 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   of_backward.delta = delta;
   if (query > 0) (&of_backward)[-1].next_delta = delta;
   if (query == params.queries - 1) of_backward.next_delta = 0.f;
-  const float sink = sink_logit(params.sink, head);
-  const float sink_gradient =
-      sink == -INFINITY ? 0.f : -expf(sink - params.statistics[2 * params.rows() + row]) * delta;
-  if (params.sink_gradient != nullptr) params.sink_gradient[row] = sink_gradient;
-  // All logits and the sink together have the gradient of the log-sum-exp; no number where delta is
-  // none.
+  const float beside_keys = RowEnds(params, head).store_gradient(params, row, delta);
+  // All logits of a row together have the gradient of the log-sum-exp; NaN where delta is not
+  // finite.
   if (params.bias_gradient_kind == BiasGradient::kQueries) {
     const float of_lse = params.lse_gradient == nullptr ? 0.f : params.lse_gradient[row];
     static_cast<float*>(params.bias_gradient)[row] =
-        is_empty ? 0.f : of_lse - sink_gradient + 0.f * delta;
+        is_empty ? 0.f : of_lse - beside_keys + 0.f * delta;
   }
 }
 

@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                   warp_query + mine.row + m * 16, output[m], softmax.max[m], softmax.sum[m]);
     return;
   }
-  const float sink = sink_logit(params.sink, head);
+  const RowEnds row_ends(params, head);
   float factors[kM][2];
   // Where no key is visible the copy of queries may still be on its way to where results go.
   wait_for_copies();
@@ -202,8 +202,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowEnd row_end(softmax.max[m][half], sum_of_row(softmax.sum[m][half]), sink,
-                           params.can_exclude);
+      const RowEnd row_end = row_ends.of(softmax.max[m][half], sum_of_row(softmax.sum[m][half]));
       const int row = mine.row + row_offset(m, 2 * half);
       if (mine.column == 0 && warp_query + row < params.queries)
         row_end.store(params, first_row + row);

@@ -438,11 +438,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       release_results();
       continue;
     }
-    const float sink = sink_logit(params.sink, head);
+    const RowEnds row_ends(params, head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowEnd row_end(softmax.max[0][half], sum_of_row(softmax.sum[0][half]), sink,
-                           params.can_exclude);
+      const RowEnd row_end = row_ends.of(softmax.max[0][half], sum_of_row(softmax.sum[0][half]));
       const int row = mine.row + row_offset(0, 2 * half);
       if (mine.column == 0 && warp_query + row < params.queries)
         row_end.store(params, first_row + row);
