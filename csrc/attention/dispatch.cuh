@@ -39,9 +39,11 @@ cudaError_t attention_forward_instance(const ForwardLaunch& launch, cudaStream_t
              : cudaSuccess;
 }
 
-// The gradient of a table from sums along diagonals of tiles of so many keys.
-inline cudaError_t launch_diagonals(const AttentionBackwardParams& params, int tile_keys,
-                                    cudaStream_t stream) {
+// The gradient of a table from sums along diagonals of tiles of so many keys. A template, so that
+// files of the forward do not compile its kernels.
+template <class T>
+cudaError_t launch_diagonals(const AttentionBackwardParams& params, int tile_keys,
+                             cudaStream_t stream) {
   const int64_t entries =
       params.bias_batches() * params.bias_heads() * (params.queries + params.keys - 1);
   const auto launch_with = [&]<int kKeys>() {
@@ -137,7 +139,7 @@ cudaError_t attention_backward_instance(const BackwardLaunch& launch, cudaStream
     }
   }));
   if (plan.bias_gradient == BiasGradient::kDiagonals)
-    MEGASOFTMAX_RETURN_IF_ERROR(launch_diagonals(params, plan.tile_keys, stream));
+    MEGASOFTMAX_RETURN_IF_ERROR(launch_diagonals<T>(params, plan.tile_keys, stream));
   if (params.query_gradient_sum != nullptr)
     MEGASOFTMAX_RETURN_IF_ERROR(launch_flat(attention_query_gradient_kernel<T>,
                                             params.rows() * params.head_dim / 8, 256, stream,
