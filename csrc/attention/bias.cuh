@@ -143,8 +143,8 @@ struct DiagonalTile {
   }
 };
 
-// The same of a lane, for scores from `row` of the tile on. A row has the entries that
-// the row 8 before has 8 columns before.
+// What a lane reads of a DiagonalTile, for scores from `row` of the tile on. An entry of a row is
+// the entry 8 columns before of the row 8 before.
 template <class Tile>
 struct DiagonalBias {
   const float2* first;
@@ -168,8 +168,8 @@ struct DiagonalBias {
   __device__ float2 pair(int n) const { return first[4 * n]; }
 };
 
-// The same for kN * 8 columns of 16 rows, of which kAhead pairs are loaded at once and the others
-// when they are added. Pair i belongs to columns 8 * (i - 1) of the first row and to columns 8 * i
+// DiagonalBias for kN * 8 columns of 16 rows. kAhead pairs are loaded at once, and the others when
+// they are added. Pair i belongs to columns 8 * (i - 1) of the first row and to columns 8 * i
 // of the row 8 further.
 template <int kN, int kAhead>
 struct DiagonalPairs {
@@ -223,7 +223,7 @@ struct TileBias {
   }
 };
 
-// The same of a tile in float32.
+// What a lane reads of a tile of a bias in float32.
 template <bool kKeysInRows, class FloatTile>
 struct FloatBias {
   const float* first;  // of this lane

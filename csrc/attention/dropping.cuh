@@ -90,7 +90,7 @@ class Dropping {
                   least);
     }
   }
-  // The same of all weights, or of their gradients.
+  // Clears what is dropped of all weights of a tile, or of their gradients.
   template <int kM, int kN>
   __device__ __forceinline__ void clear(Accumulators<kM, kN>& weights, int first_query,
                                         int first_key) const {

@@ -340,7 +340,7 @@ struct Excluded {
   __device__ __forceinline__ void apply(Accumulators<kM, kN>& elements, float value) const {
     if (any()) apply_all(elements, value);
   }
-  // The same without a look whether there are any.
+  // apply for callers that know that some element is excluded.
   __device__ __forceinline__ void apply_all(Accumulators<kM, kN>& elements, float value) const {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {

@@ -42,7 +42,7 @@ __device__ inline Pair<T> round_pair(float first, float second) {
   }
 }
 
-// The same of which negative ones become 0; NaN stays.
+// round_pair after negative numbers became 0. NaN stays.
 template <class T>
 __device__ inline Pair<T> round_positive_pair(float first, float second) {
   Pair<T> pair;

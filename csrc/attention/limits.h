@@ -15,15 +15,15 @@ inline constexpr int kMaxPositions = 2147000000;
 inline constexpr int kMaxDropped = 31744;
 // Queries, and keys, of a tile that a note of masks and ranges speaks of.
 inline constexpr int kNoteTile = 64;
-// What a thread may spill: bounds and sums that are needed once for a tile, beside its products.
-// With more registers for them fewer blocks would run at a time.
+// What a thread may spill, in bytes: bounds and sums that are needed once for a tile, beside its
+// products. With more registers for them fewer blocks would run at a time.
 inline constexpr int kMaxSpilledBytes = 200;
-// The same in Hopper's kernels. Their warps that copy, fill tables or add up gradients of a bias
-// have 24 to 40 registers each, and are not what products wait for. The others keep to 200, except
-// for a head dimension of 64 with a bias beside a mask, ranges or dropout.
+// What a thread of Hopper's kernels may spill. Warps that copy, fill tables or add up gradients of
+// a bias have 24 to 40 registers each, and products do not wait for them. The others keep to 200,
+// except for a head dimension of 64 with a bias beside a mask, ranges or dropout.
 inline constexpr int kHopperMaxSpilledBytes = 700;
-// The same of float32, of which the backward pass keeps a part of its sums there while it makes
-// scores, at a head dimension of 64.
+// What a thread may spill in kernels of float32. At a head dimension of 64 the backward pass spills
+// a part of its sums while it makes scores.
 inline constexpr int kFloatMaxSpilledBytes = 450;
 // Shared memory that kernels of notes, and the one that adds up parts of a gradient of a bias,
 // declare themselves. They have no other, and no others declare any.
@@ -63,8 +63,8 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 // The major number of Hopper's compute capability.
 inline constexpr int kHopperMajor = 9;
 
-// The same on Hopper: warpgroups of 64 queries each, and one more that only copies. Both have their
-// number of registers a thread.
+// A block of Hopper's forward: warpgroups of 64 queries each, and one more that only copies. Both
+// have their number of registers a thread.
 struct AttentionHopperTile {
   int head_dim, value_dim;  // of queries and keys, and of values
   int warpgroups;
@@ -91,8 +91,8 @@ constexpr bool shares_registers(const Tile& tile) {
 inline constexpr int kMaxStepsOfSharedBlocks = 8;
 // Heads whose tiles lie side by side in a grid: with more, tiles end no more at once.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
-// The same where blocks of keys take turns at the gradients of queries: about as many blocks run at
-// a time.
+// Heads whose tiles lie side by side where blocks of keys take turns at the gradients of queries:
+// about as many blocks run at a time.
 inline constexpr int64_t kHeadsOfTurns = 512;
 // A block waits for one step of each block of the same head that begins with it. It takes turns
 // where it has so many times as many steps.
@@ -267,8 +267,9 @@ struct AttentionBackwardTile {
   // Of a step for dQ in order.
   constexpr int in_order_keys() const { return queries; }
 };
-// As kAttentionForwardTiles. The last column: TFLOP/s of forward and backward together, of its
-// cases, without a gradient of the bias.
+// The last column: TFLOP/s of forward and backward together, of the cases of
+// kAttentionForwardTiles, without a gradient of the bias. A GPU takes the first tile for a head
+// dimension that fits.
 // clang-format off
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     // head dim, warps, queries, slice, blocks/SM

@@ -59,7 +59,7 @@ __device__ void read_wide_mask(const AttentionParams& params, const bool* tile, 
   }
 }
 
-// The same of any mask. Lanes read neighbours, whatever strides and alignment are.
+// Reads a tile of a mask of any strides and alignment. Lanes read neighbouring entries.
 __device__ void read_mask(const AttentionParams& params, int batch, int head, int first_query,
                           int first_key, TileBits (&excluded)[2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -25,8 +25,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Makes scores, or logits, to weights exp(logit - max). Calls rescale(m, half, factor) for what
-  // was summed with the weights before of a row whose maximum changed, and perhaps of others.
+  // Turns scores, or logits, into weights exp(logit - max). Calls rescale(m, half, factor) for the
+  // earlier sums of a row whose maximum changed, and perhaps for other rows.
   template <bool kAreLogits, int kN, class Rescale>
   __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, Rescale&& rescale) {
     const float to_logit = kAreLogits ? 1.f : scale;
@@ -60,12 +60,11 @@ struct OnlineSoftmax {
     }
   }
 
-  // Rounds weights of 16 rows to factors of a product, relative to the largest logits that weigh
-  // found in tiles before, and does not look for those of this tile. They seldom exceed the others
-  // by much, and then nothing that was summed before has to be scaled. Returns whether the weights
-  // are right, to all lanes the same; else only `weights` has changed. Not for rows that are not
-  // settled. If kDrops, drop(first, weights) may change what is rounded, but not what is summed: of
-  // 32 keys at a time, eights of them from `first` on.
+  // Rounds weights of 16 rows to factors of a product, relative to the maxima of earlier tiles. The
+  // logits of a tile seldom exceed those by much, and then earlier sums need no scaling. Returns
+  // the same for all lanes: whether the weights are small enough. Else only `weights` has changed.
+  // Only for rows that can reuse their maxima. If kDrops, drop(first, weights) may change what is
+  // rounded, but not what is summed: of 32 keys at a time, eights of them from `first` on.
   template <class T, bool kAreLogits, bool kDrops, int kN, class Drop>
   __device__ __forceinline__ bool try_weights(const Accumulators<kM, kN>& scores,
                                               uint32_t (&weights)[kN / 2][4], Drop&& drop) {
@@ -102,7 +101,7 @@ struct OnlineSoftmax {
         }
       }
     }
-    // No number is not at most anything.
+    // NaN fails this comparison.
     if (__any_sync(~0u, !(total[0] + total[1] <= kMostOfTile))) return false;
     sum[0][0] += total[0];
     sum[0][1] += total[1];
@@ -121,7 +120,7 @@ struct OnlineSoftmax {
     is_settled = !__any_sync(~0u, is_restless);
   }
 
-  // The same as weigh, and scales what was summed.
+  // Calls weigh, and scales the sums of values times weights.
   template <bool kAreLogits, int kN, int kColumns>
   __device__ __forceinline__ void step(Accumulators<kM, kN>& scores,
                                        Accumulators<kM, kColumns>& output) {

@@ -54,7 +54,7 @@ struct AttentionParams {
   int window_left = -1, window_right = -1;  // as in Window
   float scale = 1;
   bool is_tf32 = false;      // products of float32 are made of its TF32 part alone
-  bool can_exclude = false;  // a row of which nothing is left is 0, else no number
+  bool can_exclude = false;  // a row without a visible key is 0, else NaN
 
   // Backward, set by the launcher: a block of keys takes all tiles of queries, also those that see
   // none of its keys; blocks take turns, so that the first keys of as many heads begin first as
@@ -138,7 +138,7 @@ struct AttentionForwardParams : AttentionParams {
 struct alignas(16) RowOfBackward {
   float max;         // of logits
   float log2_sum;    // weights are 2^(log2(e) * (logit - max) - log2_sum)
-  float delta;       // the gradient of a score is its weight times what its weight's is beyond this
+  float delta;       // dS = P (dP - delta): rowsum(dO O) - dLSE
   float next_delta;  // of the next query of the head
 };
 

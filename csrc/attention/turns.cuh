@@ -43,8 +43,8 @@ __device__ __forceinline__ int noted_steps(const AttentionParams& params, int ba
   }
   return count;
 }
-// The same as a function, for kernels that would lack registers for it. Products of warpgroups know
-// no functions.
+// noted_steps as a function call, for kernels that would lack registers for it inline. Kernels with
+// wgmma products cannot call functions.
 template <int kKeys, int kQueries>
 __device__ __noinline__ int noted_steps_apart(const AttentionParams& params, int batch, int head,
                                               int query, int begin, int end) {

@@ -33,7 +33,8 @@ bool has_aligned_rows(const Tensor& tensor) {
   return is_aligned || tensor.numel() == 0;
 }
 
-// As kernels need it: the tensor itself, or a copy, with columns of 0 up to a multiple of 8.
+// The rows that kernels read: the tensor itself, or a copy, padded by zeros to a multiple of 8
+// columns.
 Tensor aligned(const Tensor& tensor, int64_t columns) {
   check(tensor.dim() == 4, "query, key, value and gradients must have 4 dimensions");
   const int64_t missing = columns - tensor.size(3);

@@ -102,8 +102,8 @@ struct FragmentsDown : Fragments<Tile> {
   }
 };
 
-// The same in the order upper left, upper right, lower left, lower right (two matrices `b`, whose
-// columns are the rows of the tile; or transposed, a matrix `a`, whose rows are its columns).
+// Fragments in the order upper left, upper right, lower left, lower right: two matrices `b`, whose
+// columns are the rows of the tile, or transposed a matrix `a`, whose rows are its columns.
 template <class Tile>
 struct FragmentsAcross : Fragments<Tile> {
   __device__ FragmentsAcross(const Tile& tile, int first_row) {
@@ -136,7 +136,7 @@ struct TransposedWords {
   }
 };
 
-// The same as Fragments of 32-bit elements, from a row of a tile on that is a multiple of 8.
+// Fragments of 32-bit elements, from a row of a tile on that is a multiple of 8.
 template <class Tile, bool kIsDown>
 struct WideFragments {
   uint32_t rows;

@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     using Scores = Tile<T, kQueries, kKeys>;
     const uint32_t first_score =
         FragmentsAcross<Scores>(Scores{memory.scores()}, 0).address ^ warp_in_group * 32;
-    // As start_scores.
+    // Gradients of weights of the step that follows. After the last one they are not used.
     const auto start_gradients = [&](int step) {
       const int stage = step % kStages;
       if (tiles.are_left()) memory.gradients_are_there(stage).wait(parity_of(step));
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
           gradient = score_gradient<!kIsPlain>(gradient, weight, delta, params.dropout.factor);
         }
       }
-      // As in sm80/backward_tile.cuh.
+      // sm80/backward_tile.cuh says why.
       if (!is_finite) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {

@@ -69,7 +69,7 @@ __device__ inline void start_copy_of_box(uint32_t shared, const CUtensorMap& map
       : "memory");
 }
 
-// The same of kPanels boxes beside each other, each of so many rows.
+// Starts to copy kPanels boxes of `rows` rows that lie side by side.
 template <int kPanels>
 __device__ __forceinline__ void start_copy_of_panels(uint32_t shared, const CUtensorMap& map,
                                                      Barrier barrier, int rows, int first_row,
@@ -113,7 +113,7 @@ __device__ inline void start_store_of_box(const CUtensorMap& map, uint32_t share
       "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// The same, added to what is there.
+// Starts to add a box in shared memory to a tensor in global memory.
 __device__ inline void start_sum_of_box(const CUtensorMap& map, uint32_t shared, int column,
                                         int row, int head, int batch) {
   asm volatile(
@@ -248,7 +248,7 @@ __device__ inline uint64_t matrix_at(uint32_t address, int panel_bytes) {
          uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// The same so many bytes further on, a multiple of 16.
+// The descriptor of a matrix that begins so many bytes later, a multiple of 16.
 __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
   const uint32_t low = static_cast<uint32_t>(matrix) + (bytes >> 4);
   return matrix >> 32 << 32 | low;
@@ -368,7 +368,7 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], const uin
 #undef MEGASOFTMAX_PRODUCT
 }
 
-// The same of a 64 x 16 * kSteps.
+// Starts results += a b: a 64 x 16 * kSteps in registers.
 template <class T, int kN, int kSteps>
 __device__ __forceinline__ void start_sum_of_products(float (&results)[kN][4],
                                                       const uint32_t (&a)[kSteps][4], uint64_t b) {

@@ -5,8 +5,8 @@
 #include "../../../common/limits.h"
 #include "../../bias.cuh"
 #include "../../limits.h"
-#include "../plan.h"
 #include "../kept_bits.cuh"
+#include "../plan.h"
 #include "../ptx.cuh"
 #include "diagonal_sums.cuh"
 

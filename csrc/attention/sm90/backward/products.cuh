@@ -209,7 +209,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
         }
       }
     });
-    // As in sm80/backward_tile.cuh.
+    // sm80/backward_tile.cuh says why.
     if (check != 0.f) {
 #pragma unroll
       for (int i = 0; i < 4 * kN; ++i) {

@@ -6,8 +6,8 @@
 #include "../../bias.cuh"
 #include "../../exclusion.cuh"
 #include "../../limits.h"
-#include "../plan.h"
 #include "../../tile_of_queries.cuh"
+#include "../plan.h"
 #include "../ptx.cuh"
 
 namespace megasoftmax {

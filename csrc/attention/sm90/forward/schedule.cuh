@@ -25,7 +25,7 @@ struct QueriesOfBlock : TileOfQueries {
     head = key_head * group + before;
     heads = min(params.heads_of_block, group - before);
   }
-  // As it was assigned, the same for all lanes.
+  // From the assigned tile. Members are uniform over the lanes.
   __device__ explicit QueriesOfBlock(const TileOfQueries& assigned) : TileOfQueries(assigned) {
     first_query = uniform(first_query);
     head = uniform(head);
@@ -105,7 +105,7 @@ class TilesOfBlock {
   [[maybe_unused]] KeyTiles<kQueries> tiles_;
 };
 
-// The same where launches are not plain, as the copying warp tells the others.
+// The tiles of keys of a launch that is not plain, as the copying warp tells the other warps.
 class FollowedTiles {
  public:
   int key;
