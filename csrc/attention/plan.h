@@ -145,7 +145,8 @@ inline BiasKind bias_kind(const AttentionParams& params) {
              : BiasKind::kAny;
 }
 
-// A bias of size 1 over queries or keys is broadcast over them.
+// The kind of gradient that the sizes of a bias ask for. A bias of size 1 over queries or keys is
+// broadcast over them.
 inline BiasGradient bias_gradient_kind(const AttentionParams& params, int64_t bias_queries,
                                        int64_t bias_keys) {
   if (params.is_relative) return BiasGradient::kDiagonals;
@@ -156,8 +157,8 @@ inline BiasGradient bias_gradient_kind(const AttentionParams& params, int64_t bi
   return BiasGradient::kShared;
 }
 
-// Few queries take a kernel of their own, which reads a bias entry by entry, but not with dropout
-// or a mask of blocks, and not in float32: the forward splits the keys of those, too.
+// Whether a launch with so many queries may take the kernel for decoding, which reads a bias entry
+// by entry. It has no dropout, no mask of blocks and no float32. The other kernels split keys too.
 inline bool takes_few_queries(int64_t queries, DType type, bool has_dropout, int64_t mask_block) {
   return queries <= kMaxDecodeQueries && type != DType::kFloat32 && !has_dropout && mask_block == 1;
 }
@@ -167,8 +168,8 @@ inline bool takes_few_queries(const AttentionParams& params) {
                            params.mask_block);
 }
 
-// Head dimensions beyond kMaxHeadDim have a kernel of their own, which reads masks and biases entry
-// by entry, too.
+// Head dimensions above kMaxHeadDim have a kernel of their own, which reads masks and biases entry
+// by entry.
 constexpr bool is_wide(int64_t head_dim, int64_t value_dim) {
   return std::max(head_dim, value_dim) > kMaxHeadDim;
 }
@@ -176,15 +177,15 @@ inline bool is_wide(const AttentionParams& params) {
   return is_wide(params.head_dim, params.value_dim);
 }
 
-// From what the first query sees to the last key; blocks find their parts of what they see.
+// Keys from the first one that the first query sees on. Blocks split the keys that they see.
 inline int64_t keys_seen(const AttentionParams& params) {
   const int64_t seen =
       params.window_left < 0 ? int64_t{params.keys} : int64_t{params.window_left} + params.queries;
   return std::min<int64_t>(seen, params.keys);
 }
 
-// Into how many parts the keys of blocks are split, of so many rows of queries each, of at least
-// `fewest_keys`. They compute: several on a multiprocessor would take longer.
+// Into how many parts keys are split, each of at least `fewest_keys`, for blocks of `rows` queries.
+// These blocks are bound by products, so that one at a time runs on a multiprocessor.
 inline int splits_for(const AttentionParams& params, int64_t blocks, int rows, int fewest_keys,
                       int multiprocessors) {
   if (blocks == 0) return 1;
@@ -209,26 +210,26 @@ inline int splits_for(const AttentionParams& params, int64_t blocks, int rows, i
   return static_cast<int>(best);
 }
 
-// Splits whose parts wait in the workspace.
+// Such splits, with their parts in the workspace.
 inline KeySplits splits_in_workspace(const AttentionParams& params, int64_t blocks, int rows,
                                      int fewest_keys, const Device& device) {
   const int count = splits_for(params, blocks, rows, fewest_keys, device.multiprocessors);
   return {count, count > 1};
 }
 
-// Whether the host does not know how many keys a query sees.
+// Whether the host does not know how many keys a query sees. params.note is set.
 inline bool has_unknown_lengths(const AttentionParams& params) {
   return params.note.words != nullptr || params.visible.are_given();
 }
 
-// Such launches have kernels of their own, which lose no time over masks, ranges and dropout.
+// Whether a launch has no mask, ranges or dropout. Such launches have kernels of their own, which
+// lose no time over those.
 inline bool is_plain(const AttentionParams& params) {
   return !has_unknown_lengths(params) && params.dropout.seed == nullptr;
 }
 
-// Whether blocks of keys, of which a GPU runs `room` at a time, lose less time by taking turns than
-// a launch of its own takes. Those of a head that begin at the same time run one step after the
-// other.
+// Whether turns lose less time than a launch for dQ in order takes. A GPU runs `room` blocks of
+// keys at a time. Blocks of a head that begin at the same time run one step after the other.
 template <class Tile>
 bool is_faster_in_turns(const AttentionBackwardParams& params, const Tile& tile, int64_t room) {
   const int64_t heads = std::max<int64_t>(params.batches * params.key_heads, 1);
@@ -248,13 +249,14 @@ QueryGradient query_gradient_kind(const AttentionBackwardParams& params, const T
   return is_faster_in_turns(params, tile, room) ? QueryGradient::kInTurns : QueryGradient::kInOrder;
 }
 
-// Heads of all batches whose tiles lie side by side, for TileOrder. `heads` and `batches` are those
-// of the grid: those of the bias where its gradient is made in order, for example. Batches that
-// share a dense bias stay together, so that it is read from device memory once. Where tiles of a
-// head differ in length there are more: of each head the tiles read `bytes_of_head` again and
-// again, and half of the L2 cache has to hold them. Where lengths are not known, all tiles end at
-// about the same time if the last ones are the shortest of many heads, of each of which
-// kBlocksOfHead of the multiprocessors still read the same.
+// How many heads of all batches form a section of TileOrder. `heads` and `batches` are those of the
+// grid.
+// * Batches that share a dense bias stay together, so that it is read from device memory once.
+// * Tiles of one length: one head at a time.
+// * Tiles of different lengths: more heads, whose short tiles fill what long ones leave. Tiles of a
+//   head read `bytes_of_head` again and again, and half of the L2 cache holds those of the section.
+// * Unknown lengths: at least so many heads that kBlocksOfHead multiprocessors read the same head.
+//   Then the last tiles are the shortest ones of many heads, and all blocks end together.
 inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, int64_t batches,
                                 int64_t bytes_of_head, int cache_bytes, int multiprocessors = 0) {
   const bool shares_bias =

@@ -7,8 +7,7 @@
 
 namespace megasoftmax {
 
-// The first of a table of the portable kernels whose tiles hold the head dimensions, on a GPU that
-// has room for all.
+// The first tile of a table that holds the head dimensions.
 template <class TileShape, int kCount>
 int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   int index = 0;
@@ -16,7 +15,8 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   return index;
 }
 
-// Those that a launch needs beside each other: of the backward, dQ in order too.
+// Bytes of shared memory of a block. Of the backward the larger of both kernels, the second of
+// which sums dQ in order.
 constexpr int bytes_of(const AttentionTile& tile, BiasKind kind) {
   return ForwardLayout(tile, kind).bytes(1);
 }
@@ -30,8 +30,8 @@ constexpr int bytes_of(const AttentionBiasGradientTile& tile, BiasKind kind) {
   return BiasGradientLayout(tile, kind).bytes(1);
 }
 
-// The first tile of a table that is for such elements, holds such a head dimension, and that a
-// block has room for; the last one for such elements where there is none.
+// The first tile of a table for such elements that holds the head dimension and fits into the
+// shared memory of a block. If none fits, the last one for such elements.
 template <class TileShape, int kCount>
 constexpr int tile_for(const TileShape (&tiles)[kCount], int head_dim, BiasKind kind,
                        int element_bytes, int shared_bytes) {
@@ -50,8 +50,7 @@ int tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params,
                   size_of(params.query.type), device.shared_bytes);
 }
 
-// So that one of them serves, whatever the GPU that has attention, and is for no larger head
-// dimension than needed.
+// Whether every GPU with attention has a tile that fits, for each row's head dimension.
 inline constexpr int kLeastBytes = least_shared_bytes(kLeastMajor);
 template <class TileShape, int kCount>
 constexpr bool fits_every_gpu(const TileShape (&tiles)[kCount]) {
@@ -67,20 +66,20 @@ constexpr bool fits_every_gpu(const TileShape (&tiles)[kCount]) {
 static_assert(fits_every_gpu(kAttentionForwardTiles) && fits_every_gpu(kAttentionBackwardTiles) &&
               fits_every_gpu(kAttentionBiasGradientTiles));
 
-// Whether some GPU takes this tile with such a bias: no tile before it serves all of them.
+// Whether some GPU takes this tile with such a bias: no earlier tile fits every GPU.
 template <class TileShape, int kCount>
 constexpr bool is_taken(const TileShape (&tiles)[kCount], int index, BiasKind kind) {
   const TileShape& tile = tiles[index];
   return tile_for(tiles, tile.head_dim, kind, tile.element_bytes, kLeastBytes) >= index;
 }
 
-// How many blocks of a tile run at a time on a multiprocessor.
+// Blocks of a tile that run at a time on a multiprocessor.
 template <class TileShape>
 int resident_blocks(const TileShape& tile, int bytes, const Device& device) {
   return std::min(tile.blocks_per_sm, device.shared_bytes_per_sm / (bytes + kReservedSharedBytes));
 }
 
-// Tiles of the bias in shared memory at a time, forward: the second must not cost a block.
+// Tiles of the bias in shared memory at a time, forward: 2 if that costs no resident block.
 inline int bias_stages(const AttentionTile& tile, BiasKind kind, const Device& device) {
   const ForwardLayout layout(tile, kind);
   return kind == BiasKind::kTile && layout.bytes(2) <= device.shared_bytes &&
@@ -90,7 +89,8 @@ inline int bias_stages(const AttentionTile& tile, BiasKind kind, const Device& d
              : 1;
 }
 
-// Tiles of queries in shared memory at a time, backward: the second must not leave a block alone.
+// Tiles of queries in shared memory at a time, backward: 2 unless a multiprocessor then has one
+// block where it had several.
 inline int query_stages(const AttentionBackwardTile& tile, BiasKind kind, const Device& device) {
   const BackwardLayout layout(tile, kind);
   return layout.bytes(2) <= device.shared_bytes &&
@@ -100,7 +100,7 @@ inline int query_stages(const AttentionBackwardTile& tile, BiasKind kind, const 
              : 1;
 }
 
-// Steps: without one block less on a multiprocessor.
+// Steps in shared memory at a time: the most that cost no resident block.
 inline int bias_gradient_stages(const AttentionBiasGradientTile& tile, BiasKind kind,
                                 const Device& device) {
   const BiasGradientLayout layout(tile, kind);
@@ -113,7 +113,7 @@ inline int bias_gradient_stages(const AttentionBiasGradientTile& tile, BiasKind 
   return 1;
 }
 
-// Parts: as many as take the least time, in clocks.
+// The number of parts with the least estimated time, in clocks.
 inline int bias_gradient_parts(const AttentionBackwardParams& params,
                                const AttentionBiasGradientTile& tile, int bytes,
                                const Device& device) {
@@ -164,10 +164,8 @@ inline int64_t decode_row_tiles(const AttentionParams& params) {
 static_assert(DecodeLayout(32).bytes <= kLeastBytes && DecodeLayout(64).bytes <= kLeastBytes &&
               DecodeLayout(128).bytes <= kLeastBytes && DecodeLayout(256).bytes <= kLeastBytes);
 
-// Of few queries. Blocks wait for memory, so a multiprocessor needs a number of warps: clusters
-// have as many, or, where they would have less than half of the blocks that have room, all blocks
-// wait for each other. Those are one for each multiprocessor where parts are more than
-// kMaxPartsBeside.
+// How decoding splits keys; limits.h says why. Blocks wait for memory, so that a multiprocessor
+// needs a number of warps.
 inline KeySplits decode_splits(const AttentionParams& params, const Device& device) {
   const int head_dim = kAttentionForwardTiles[tile_for(kAttentionForwardTiles, params)].head_dim;
   const int64_t blocks = params.batches * params.key_heads * decode_row_tiles(params);
@@ -182,15 +180,15 @@ inline KeySplits decode_splits(const AttentionParams& params, const Device& devi
       std::min({most, enough / blocks, int64_t{std::min(kMaxClusterOfSplits, device.max_cluster)}});
   const int64_t together =
       std::min(most, std::max(sms / blocks, std::min(room / blocks, kMaxPartsBeside)));
-  // One part is no cluster, but where there are clusters, two parts are not worth the barrier.
+  // On a GPU with clusters, two parts by a cooperative launch are not worth its barrier.
   const bool are_clusters =
       (in_clusters > 1 || device.max_cluster > 1) && 2 * in_clusters >= together;
   if (together <= 1 || are_clusters) return {static_cast<int>(std::max<int64_t>(in_clusters, 1))};
   return {static_cast<int>(together), true};
 }
 
-// Whether the gradient of a bias that several share takes less time by a launch of its own than by
-// additions in any order: where each block of keys would add to all entries of a small window.
+// Whether the gradient of a shared bias takes less time in order than by atomics: in small windows
+// each block of keys would add to all entries.
 inline bool is_faster_in_order(const AttentionBackwardParams& params) {
   return size_of(params.query.type) == 2 &&
          std::max(params.queries, params.keys) <= kMostOfSmallWindow;

@@ -8,7 +8,7 @@
 
 namespace megasoftmax {
 
-// Tensor copies know no entries that several batches, heads or tokens share.
+// Tensor copies have no strides of 0.
 inline bool takes_tensor_copies(const Strided& tensor, int64_t batches, int64_t heads, int rows) {
   return (batches == 1 || tensor.batch_stride != 0) && (heads == 1 || tensor.head_stride != 0) &&
          (rows == 1 || tensor.query_stride != 0);
@@ -35,7 +35,8 @@ inline bool takes_hopper_bias(const AttentionParams& params) {
                              params.queries);
 }
 
-// Forward, shared memory must have room for it. Backward, the kernel of wide tiles takes none.
+// Whether kernels of a tile take such a bias. Forward, shared memory must have room for it.
+// Backward, the kernel of wide tiles takes none.
 constexpr bool takes_bias(const AttentionHopperTile& tile, HopperBias bias) {
   return bias != HopperBias::kTile || tile.bias_stages > 0;
 }
@@ -43,7 +44,7 @@ constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bi
   return bias == HopperBias::kNone || !tile.is_wide();
 }
 
-// The first of a table of Hopper's whose tiles hold the head dimensions and take the bias, or -1.
+// The first tile of a table that holds the head dimensions and takes the bias, or -1.
 template <class TileShape, int kCount>
 int hopper_tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   for (int index = 0; index < kCount; ++index) {
@@ -55,7 +56,7 @@ int hopper_tile_for(const TileShape (&tiles)[kCount], const AttentionParams& par
   return -1;
 }
 
-// Kernels of Hopper's own, in code for 9.0a alone: an index of kAttentionHopperTiles, or -1.
+// A row of kAttentionHopperTiles for a launch that Hopper's kernels take, or -1.
 inline int hopper_tile(const AttentionParams& params) {
   const auto is_dense = [&](const Strided& tensor, int64_t heads, int rows) {
     return takes_tensor_copies(tensor, params.batches, heads, rows);
@@ -69,8 +70,8 @@ inline int hopper_tile(const AttentionParams& params) {
   return hopper_tile_for(kAttentionHopperTiles, params);
 }
 
-// Whether blocks of Hopper's backward, one for each batch that shares a bias, sum its gradient in
-// clusters: they take the same tiles of it.
+// Whether the gradient of a shared bias is summed in clusters: one block for each batch that shares
+// it. The blocks take the same tiles.
 inline bool sums_in_clusters(const AttentionBackwardParams& params) {
   const int64_t batches = params.batches_per_bias.divisor;
   return params.bias_gradient_kind == BiasGradient::kShared && !has_unknown_lengths(params) &&
@@ -80,30 +81,30 @@ inline bool sums_in_clusters(const AttentionBackwardParams& params) {
 
 // Whether blocks of Hopper's forward take several tiles of queries, by length and window. With a
 // mask or ranges they do in any case: see AttentionForwardParams::tiles_taken.
-inline bool shares_blocks(const AttentionParams& params, const AttentionHopperTile& tile) {
+inline bool is_persistent(const AttentionParams& params, const AttentionHopperTile& tile) {
   const bool is_window = params.window_left >= 0 && params.window_right >= 0;
   const int64_t seen = is_window
                            ? int64_t{params.window_left} + params.window_right + tile.queries()
                            : int64_t{params.keys};
-  return std::min<int64_t>(seen, params.keys) <= kMaxStepsOfSharedBlocks * tile.keys;
+  return std::min<int64_t>(seen, params.keys) <= kMaxStepsOfPersistentBlocks * tile.keys;
 }
 
-// Of heads that share keys, those that a block of Hopper's forward takes side by side, a warpgroup
-// each. Bias, mask, ranges and dropout are of one head.
+// How many heads that share keys a block of the forward takes, a warpgroup each. A bias, mask,
+// ranges or dropout belong to one head.
 inline int hopper_heads_of_block(const AttentionParams& params, const AttentionHopperTile& tile) {
   const bool is_alone = params.bias.data != nullptr || params.mask.data != nullptr ||
                         params.visible.are_given() || params.dropout.is_given();
   if (is_alone || params.queries > 64) return 1;
   return std::clamp(static_cast<int>(params.heads_per_key_head.divisor), 1, tile.warpgroups);
 }
-// How many blocks have the heads of a batch, for each tile of queries.
+// Blocks for the heads of a batch, for each tile of queries.
 inline int64_t hopper_blocks_of_heads(const AttentionParams& params,
                                       const AttentionHopperTile& tile) {
   return params.key_heads *
          divide_up<int64_t>(params.heads_per_key_head.divisor, hopper_heads_of_block(params, tile));
 }
 
-// hopper_tile, or -1 where the kernel of few queries is better.
+// hopper_tile, or -1 if the kernel for decoding is faster.
 inline int hopper_forward_tile(const AttentionParams& params) {
   const int tile = hopper_tile(params);
   if (tile < 0 || !takes_few_queries(params)) return tile;
@@ -152,7 +153,7 @@ struct Sm90 {
     const int64_t tiles = plan.splits.count * plan.row_tiles * plan.heads * params.batches;
     const bool has_bounds = params.mask.data != nullptr || params.visible.are_given();
     plan.counts_tiles = has_bounds && tiles > device.multiprocessors;
-    plan.finish(params, plan.counts_tiles || shares_blocks(params, tile) ? device.multiprocessors
+    plan.finish(params, plan.counts_tiles || is_persistent(params, tile) ? device.multiprocessors
                                                                          : INT64_MAX);
     return plan;
   }
