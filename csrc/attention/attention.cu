@@ -28,8 +28,7 @@ auto code_for(const Params& params) {
     if (are_portable_alone) return is_there;
     with_type(params, [&](auto of_type) {
       using T = decltype(of_type);
-      if constexpr (Backend::template has_type<T>())
-        is_there = has_code<T>(backend, params, tile);
+      if constexpr (Backend::template has_type<T>()) is_there = has_code<T>(backend, params, tile);
       return cudaSuccess;
     });
     return is_there;

@@ -7,16 +7,17 @@
 
 namespace megasoftmax {
 
-// Makes params.note, of which `batches` and `heads` have words of their own: all, or one. What the
-// backward alone reads is not written unless it `is_for_backward`.
-cudaError_t attention_note(const AttentionParams& params, int batches, int heads,
-                           bool is_for_backward, cudaStream_t stream);
+// Makes params.block_mask, of which `batches` and `heads` have words of their own: all, or one.
+// What the backward alone reads is not written unless it `is_for_backward`.
+cudaError_t attention_block_mask(const AttentionParams& params, int batches, int heads,
+                                 bool is_for_backward, cudaStream_t stream);
 
 // A launch is planned once. The plan tells the workspace, which the caller gives by
-// `launch.set_workspace`, and whether a block mask of ranges is read. params.note may be set later.
+// `launch.set_workspace`, and whether a block mask of ranges is read. params.block_mask may be set
+// later.
 ForwardLaunch plan_attention_forward(const AttentionForwardParams& params, cudaStream_t stream);
-// params.note is set, and params.bias_gradient_kind as the sizes of the bias ask. The plan decides
-// how it is made.
+// params.block_mask is set, and params.bias_gradient_kind as the sizes of the bias ask. The plan
+// decides how it is made.
 BackwardLaunch plan_attention_backward(const AttentionBackwardParams& params,
                                        bool is_deterministic);
 

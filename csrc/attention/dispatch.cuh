@@ -120,8 +120,8 @@ cudaError_t attention_backward_instance(const BackwardLaunch& launch, cudaStream
   }
   // Each entry of a dense gradient is written, once, where no tile is left out.
   const bool has_window = params.window_left >= 0 || params.window_right >= 0;
-  const bool is_complete =
-      !has_window && plan.bias_gradient == BiasGradient::kDense && params.note.words == nullptr;
+  const bool is_complete = !has_window && plan.bias_gradient == BiasGradient::kDense &&
+                           params.block_mask.words == nullptr;
   if (params.bias_gradient != nullptr && !is_complete && !plan.clears_bias_gradient)
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));

@@ -69,8 +69,8 @@ __device__ inline KeyRange visible_from_all(const AttentionParams& params, int f
   return {visible_from(params, last_key).begin, visible_from(params, first_key).end};
 }
 
-// Of the tiles noted in one or two lines of bits the first from `tile` on that has a visible pair,
-// and `bits` of the 32 tiles around it; none: one from `count` on.
+// The first tile from `tile` on that has a visible pair, by one or two lines of the block mask, and
+// the `bits` of the 32 tiles around it. None: a tile from `count` on.
 __device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int tile, int count,
                                 uint32_t& bits) {
   bits = ~0u << tile % 32;
@@ -82,24 +82,24 @@ __device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int
   return count;
 }
 // The first query from `query` on, which begins a tile, whose tile sees keys of the kKeys from
-// `first_key` on, by the note; and the `bits` of the tiles around it.
+// `first_key` on, by the block mask; and the `bits` of the tiles around it.
 template <int kKeys>
 __device__ inline int next_query_tile(const AttentionParams& params, int batch, int head,
                                       int first_key, int query, uint32_t& bits) {
-  const NoteLayout& layout = params.note.layout;
-  const uint32_t* const lines = params.note.of(batch, head) + layout.seen_by_key();
-  const int tile = first_key / kNoteTile;
-  const int last = min(tile + divide_up(kKeys, kNoteTile), layout.key_tiles) - 1;
+  const BlockMaskLayout& layout = params.block_mask.layout;
+  const uint32_t* const lines = params.block_mask.of(batch, head) + layout.seen_by_key();
+  const int tile = first_key / kMaskTile;
+  const int last = min(tile + divide_up(kKeys, kMaskTile), layout.key_tiles) - 1;
   return next_seen(lines + int64_t{tile} * layout.words_of_queries(),
-                   lines + int64_t{last} * layout.words_of_queries(), query / kNoteTile,
+                   lines + int64_t{last} * layout.words_of_queries(), query / kMaskTile,
                    layout.query_tiles, bits) *
-         kNoteTile;
+         kMaskTile;
 }
 
 // The tiles of queries that see some of a block's keys, one after the other, of all heads that
-// share the keys; by the note where there is one, of which a word serves 32 tiles. Or all tiles,
-// where kMayTakeAll and params.takes_all_queries.
-template <int kKeys, int kQueries, bool kIsPlain, bool kMayTakeAll = false>
+// share the keys. If there is a block mask, a word of it serves 32 tiles. If kMayTakeAll and
+// params.takes_all_queries, these are all tiles.
+template <int kKeys, int kQueries, bool kIsUnmasked, bool kMayTakeAll = false>
 class QueryTiles {
  public:
   int head, query;  // the first query of the tile at hand
@@ -116,17 +116,17 @@ class QueryTiles {
     find(params, batch, first_key);
   }
   __device__ bool are_left() const { return head < last_head_; }
-  // Queries of the tiles of each head, where no note leaves some of them out.
+  // Queries of the tiles of each head, where no block mask leaves some of them out.
   __device__ int begin() const { return begin_; }
   __device__ int end() const {
     return begin_ + divide_up(max(end_ - begin_, 0), kQueries) * kQueries;
   }
   __device__ void advance(const AttentionParams& params, int batch, int first_key) {
     query += kQueries;
-    if (has_note(params)) {
-      const int tile = query / kNoteTile;
+    if (has_block_mask(params)) {
+      const int tile = query / kMaskTile;
       const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
-      const int seen = (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+      const int seen = (tile + __ffs(static_cast<int>(rest)) - 1) * kMaskTile;
       if (rest != 0 && seen < end_) {
         query = tile_of(seen);
         return;
@@ -136,17 +136,18 @@ class QueryTiles {
   }
 
  private:
-  __device__ static bool has_note(const AttentionParams& params) {
-    return !kIsPlain && params.note.words != nullptr && !(kMayTakeAll && params.takes_all_queries);
+  __device__ static bool has_block_mask(const AttentionParams& params) {
+    return !kIsUnmasked && params.block_mask.words != nullptr &&
+           !(kMayTakeAll && params.takes_all_queries);
   }
-  // Of a noted tile that begins at query `seen`: it may begin before `query`, which is a part of
-  // it.
+  // Of a tile of the block mask that begins at query `seen`: it may begin before `query`, which is
+  // a part of it.
   __device__ int tile_of(int seen) const {
-    return kQueries < kNoteTile ? max(query, seen) : seen / kQueries * kQueries;
+    return kQueries < kMaskTile ? max(query, seen) : seen / kQueries * kQueries;
   }
   __device__ void find(const AttentionParams& params, int batch, int first_key) {
     for (; head < last_head_; ++head, query = begin_) {
-      if (has_note(params)) {
+      if (has_block_mask(params)) {
         const int seen = next_query_tile<kKeys>(params, batch, head, first_key, query, seen_);
         query = seen < end_ ? tile_of(seen) : end_;
       }
@@ -158,52 +159,52 @@ class QueryTiles {
   [[maybe_unused]] uint32_t seen_ = 0;  // of the 32 tiles around the last one that was found
 };
 
-// The tiles of keys that a block of kQueries sees, one after the other, by the note where there is
-// one. It keeps two words: of the 32 tiles around the last one that was found, which have a visible
-// pair, and which have an excluded one. A step may take fewer keys than such a tile has.
-template <int kQueries, int kKeys = kNoteTile>
+// The tiles of keys that a block of kQueries sees, one after the other, by the block mask where
+// there is one. It keeps two words: of the 32 tiles around the last one that was found, which have
+// a visible pair, and which have an excluded one. A step may take fewer keys than such a tile has.
+template <int kQueries, int kKeys = kMaskTile>
 class KeyTiles {
-  static_assert(kNoteTile % kKeys == 0);
+  static_assert(kMaskTile % kKeys == 0);
 
  public:
   // The first key, which begins a tile, of the first tile from `key` on.
   __device__ int from(const AttentionParams& params, int batch, int head, int first_query,
                       int key) {
-    if (params.note.words == nullptr) return key;
-    const int count = params.note.layout.key_tiles;
-    for (int tile = key / kNoteTile; tile < count; tile = (tile / 32 + 1) * 32) {
+    if (params.block_mask.words == nullptr) return key;
+    const int count = params.block_mask.layout.key_tiles;
+    for (int tile = key / kMaskTile; tile < count; tile = (tile / 32 + 1) * 32) {
       load(params, batch, head, first_query, tile / 32);
       const uint32_t rest = seen_ >> tile % 32;
-      if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+      if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kMaskTile;
     }
-    return count * kNoteTile;
+    return count * kMaskTile;
   }
   // The first key of the step after that of `key`, which is in the tile that was found last.
   // `block` tells what `from` takes, when it is needed.
   template <class Block>
   __device__ int after(const AttentionParams& params, int key, Block&& block) {
-    if (kKeys < kNoteTile && (key + kKeys) % kNoteTile != 0) return key + kKeys;
-    const int tile = key / kNoteTile + 1;
+    if (kKeys < kMaskTile && (key + kKeys) % kMaskTile != 0) return key + kKeys;
+    const int tile = key / kMaskTile + 1;
     const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
-    if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+    if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kMaskTile;
     const auto queries = block();
     return from(params, queries.batch, queries.head, queries.first_query,
-                divide_up(tile, 32) * 32 * kNoteTile);
+                divide_up(tile, 32) * 32 * kMaskTile);
   }
   // Of the tile that was found last.
-  __device__ bool may_exclude(int key) const { return (mixed_ >> key / kNoteTile % 32 & 1) != 0; }
+  __device__ bool may_exclude(int key) const { return (mixed_ >> key / kMaskTile % 32 & 1) != 0; }
 
  private:
   __device__ void load(const AttentionParams& params, int batch, int head, int first_query,
                        int word) {
-    const NoteLayout& layout = params.note.layout;
-    const uint32_t* const note = params.note.of(batch, head) + word;
+    const BlockMaskLayout& layout = params.block_mask.layout;
+    const uint32_t* const words_of_head = params.block_mask.of(batch, head) + word;
     seen_ = mixed_ = 0;
 #pragma unroll
-    for (int i = 0; i < kQueries / kNoteTile; ++i) {
-      const int line = first_query / kNoteTile + i;
+    for (int i = 0; i < kQueries / kMaskTile; ++i) {
+      const int line = first_query / kMaskTile + i;
       if (line >= layout.query_tiles) continue;
-      const uint32_t* const words = note + int64_t{line} * layout.words_of_keys();
+      const uint32_t* const words = words_of_head + int64_t{line} * layout.words_of_keys();
       const uint32_t seen = __ldg(words + layout.seen_by_query());
       seen_ |= seen;
       mixed_ |= __ldg(words + layout.mixed_by_query()) | ~seen;
@@ -213,12 +214,12 @@ class KeyTiles {
   uint32_t seen_ = ~0u, mixed_ = 0;
 };
 
-// Whether a tile has a visible pair, by the note.
+// Whether a tile has a visible pair, by the block mask.
 __device__ inline bool is_seen(const AttentionParams& params, int batch, int head, int query_tile,
                                int key_tile) {
-  const NoteLayout& layout = params.note.layout;
+  const BlockMaskLayout& layout = params.block_mask.layout;
   if (query_tile >= layout.query_tiles || key_tile >= layout.key_tiles) return false;
-  const uint32_t* const words = params.note.of(batch, head) + layout.seen_by_query() +
+  const uint32_t* const words = params.block_mask.of(batch, head) + layout.seen_by_query() +
                                 int64_t{query_tile} * layout.words_of_keys();
   return (__ldg(words + key_tile / 32) >> key_tile % 32 & 1) != 0;
 }
@@ -295,23 +296,24 @@ struct Excluded {
   // Adds those of queries from `first_query` and keys from `first_key` on, where queries are in
   // rows, or in columns, that are beyond the tensor, outside of the window or range, or masked.
   // `is_cut`: length or window may exclude some.
-  template <bool kKeysInRows, bool kIsPlain = false>
+  template <bool kKeysInRows, bool kIsUnmasked = false>
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
                                        int first_query, int first_key, bool is_cut) {
     const FirstElement mine;
     bool is_mixed = false;
-    if (!kIsPlain && params.note.words != nullptr) {
-      const NoteLayout& layout = params.note.layout;
-      const uint32_t* const note = params.note.of(batch, head);
-      const int key_tile = first_key / kNoteTile, query_tile = first_query / kNoteTile;
+    if (!kIsUnmasked && params.block_mask.words != nullptr) {
+      const BlockMaskLayout& layout = params.block_mask.layout;
+      const uint32_t* const words_of_head = params.block_mask.of(batch, head);
+      const int key_tile = first_key / kMaskTile, query_tile = first_query / kMaskTile;
       if (!is_seen(params, batch, head, query_tile, key_tile)) {
         add_all();
         return;
       }
       const int64_t word = int64_t{query_tile} * layout.words_of_keys() + key_tile / 32;
-      is_mixed = (__ldg(note + layout.mixed_by_query() + word) >> key_tile % 32 & 1) != 0;
+      is_mixed = (__ldg(words_of_head + layout.mixed_by_query() + word) >> key_tile % 32 & 1) != 0;
       if (is_mixed && layout.bit_rows > 0) {
-        add_masked<kKeysInRows>(params, note + layout.bits(), first_query, first_key, mine);
+        add_masked<kKeysInRows>(params, words_of_head + layout.bits(), first_query, first_key,
+                                mine);
       }
       is_mixed = is_mixed && params.visible.are_given();
     }
@@ -374,12 +376,13 @@ struct Excluded {
                                            const FirstElement& mine) {
     words[word] |= (bits >> mine.column & 0x03030303u) << (m * 4 + half * 2);
   }
-  // What the bits of a note exclude.
+  // What the bits of a block mask exclude.
   template <bool kKeysInRows>
   __device__ __forceinline__ void add_masked(const AttentionParams& params, const uint32_t* bits,
                                              int first_query, int first_key,
                                              const FirstElement& mine) {
-    const int pitch = params.note.layout.bit_rows == 1 ? 0 : params.note.layout.words_of_bits();
+    const int pitch =
+        params.block_mask.layout.bit_rows == 1 ? 0 : params.block_mask.layout.words_of_bits();
     const uint32_t* const first = bits + first_key / 32;
     const auto row_of = [&](int query) {
       return first + int64_t{min(query, params.queries - 1)} * pitch;
@@ -410,11 +413,11 @@ struct Excluded {
 };
 
 // Which of a warp's 16 keys and of the queries of a tile are excluded, keys in rows.
-template <int kQueries, bool kIsPlain>
+template <int kQueries, bool kIsUnmasked>
 class ExcludedOfTile {
  public:
-  static constexpr int kPanels = kQueries / kNoteTile;
-  using Panels = Excluded<1, kNoteTile / 8>[kPanels];
+  static constexpr int kPanels = kQueries / kMaskTile;
+  using Panels = Excluded<1, kMaskTile / 8>[kPanels];
 
   // `group_key`: the first of the 64 keys of a warpgroup.
   __device__ ExcludedOfTile(const AttentionParams& params, int batch, int group_key, int warp_key)
@@ -422,27 +425,29 @@ class ExcludedOfTile {
         batch_(batch),
         warp_key_(warp_key),
         all_visible_(visible_from_all<64>(params, group_key)),
-        has_ranges_(!kIsPlain && params.visible.are_given()),
-        has_bits_(!kIsPlain && params.note.words != nullptr && params.note.layout.bit_rows > 0),
-        has_blocks_(!kIsPlain && params.mask.data != nullptr && !has_bits_) {}
+        has_ranges_(!kIsUnmasked && params.visible.are_given()),
+        has_bits_(!kIsUnmasked && params.block_mask.words != nullptr &&
+                  params.block_mask.layout.bit_rows > 0),
+        has_blocks_(!kIsUnmasked && params.mask.data != nullptr && !has_bits_) {}
 
   // The bits of 64 queries that the mask excludes, of this lane's keys number 0 and 8.
   using Masked = uint2[2];
   __device__ bool has_bits() const { return has_bits_; }
-  // From the note. Where all queries share the bits of a key, those are the bits of any tile.
+  // From the block mask. Where all queries share the bits of a key, those are the bits of any tile.
   __device__ __forceinline__ void load_masked(Masked& masked, int head, int query) const {
     if (!has_bits_) return;
-    const NoteLayout& layout = params_.note.layout;
-    const uint32_t* const note = params_.note.of(batch_, head);
+    const BlockMaskLayout& layout = params_.block_mask.layout;
+    const uint32_t* const words_of_head = params_.block_mask.of(batch_, head);
     const int key = warp_key_ + FirstElement().row;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (layout.has_bits_by_key()) {
-        masked[half] = __ldg(reinterpret_cast<const uint2*>(
-                                 note + layout.bits_by_key(key / kNoteTile, query / kNoteTile)) +
-                             key % kNoteTile + 8 * half);
+        masked[half] =
+            __ldg(reinterpret_cast<const uint2*>(
+                      words_of_head + layout.bits_by_key(key / kMaskTile, query / kMaskTile)) +
+                  key % kMaskTile + 8 * half);
       } else {
-        const uint32_t bits = __ldg(note + layout.bits() + warp_key_ / 32);
+        const uint32_t bits = __ldg(words_of_head + layout.bits() + warp_key_ / 32);
         masked[half].x = masked[half].y = -(bits >> (key % 32 + 8 * half) & 1);
       }
     }
@@ -461,7 +466,7 @@ class ExcludedOfTile {
       for (int panel = 0; panel < kPanels; ++panel) {
         if (!sees_all(panel))
           excluded[panel].add_others(
-              warp_key_, [&](int offset) { return range_of(panel * kNoteTile + offset, column); });
+              warp_key_, [&](int offset) { return range_of(panel * kMaskTile + offset, column); });
       }
     } else if (is_cut) {
       const int key = warp_key_ + FirstElement().row;
@@ -475,15 +480,15 @@ class ExcludedOfTile {
           return bits_outside(seen_from[half], query + 64 * panel + 32 * word);
         });
     }
-    if (kIsPlain || (!has_bits_ && !has_blocks_)) return;
+    if (kIsUnmasked || (!has_bits_ && !has_blocks_)) return;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       if (has_bits_) {
         const Masked masked = {masked_of(panel, 0), masked_of(panel, 1)};
         excluded[panel].add_words(
             [&](int half, int word) { return word == 0 ? masked[half].x : masked[half].y; });
-      } else if (!is_seen(params_, batch_, head, query / kNoteTile + panel,
-                          warp_key_ / kNoteTile)) {
+      } else if (!is_seen(params_, batch_, head, query / kMaskTile + panel,
+                          warp_key_ / kMaskTile)) {
         excluded[panel].add_all();
       }
     }

@@ -13,7 +13,7 @@ inline constexpr int kMaxPositions = 2147000000;
 // Most of kDropoutSteps entries that dropout may drop. Below it the bits compare as float16.
 inline constexpr int kMaxDropped = 31744;
 // Queries, and keys, of a tile of the block mask.
-inline constexpr int kNoteTile = 64;
+inline constexpr int kMaskTile = 64;
 // What a thread may spill, in bytes: bounds and sums that are needed once for a tile, beside its
 // products. With more registers for them fewer blocks would run at a time.
 inline constexpr int kMaxSpilledBytes = 200;

@@ -15,7 +15,7 @@ template <int kM>
 struct OnlineSoftmax {
   float scale;                   // makes logits of scores
   float max[kM][2], sum[kM][2];  // the largest logit; sums of this lane's columns only
-  bool is_settled = false;       // for all lanes the same; see try_weights
+  bool can_reuse_max = false;    // the same for all lanes; see try_weights
 
   __device__ explicit OnlineSoftmax(float scale) : scale(scale) {
 #pragma unroll
@@ -107,17 +107,17 @@ struct OnlineSoftmax {
     sum[0][1] += total[1];
     return true;
   }
-  // Of 16 rows whose largest logits weigh just found; before they were `before`. Rows are settled
-  // whose logits are numbers, are not large and rise slowly, or begin here.
-  __device__ __forceinline__ void settle(const float (&before)[2]) {
-    bool is_restless = false;
+  // Decides whether try_weights may reuse the maxima that weigh just found, which were `before`: if
+  // logits are finite, not large, and rise slowly or begin here.
+  __device__ __forceinline__ void decide_reuse(const float (&before)[2]) {
+    bool must_find = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float row = max[0][half];
-      is_restless |= !(sum[0][half] < INFINITY) || fabsf(offset_of(row)) > kLargestOffset ||
-                     (before[half] != kLowest && row - before[half] > kMostRise);
+      must_find |= !(sum[0][half] < INFINITY) || fabsf(offset_of(row)) > kLargestOffset ||
+                   (before[half] != kLowest && row - before[half] > kMostRise);
     }
-    is_settled = !__any_sync(~0u, is_restless);
+    can_reuse_max = !__any_sync(~0u, must_find);
   }
 
   // Calls weigh, and scales the sums of values times weights.

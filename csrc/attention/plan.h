@@ -53,7 +53,7 @@ struct ForwardPlan : AttentionPlan {
   int bias_stages = 1;                   // tiles of the bias in shared memory at a time
   int heads_of_block = 1;                // see AttentionForwardParams
   bool reads_ranges = false;             // without a block mask made of them
-  bool counts_tiles = false;             // see AttentionForwardParams::tiles_taken
+  bool counts_tiles = false;             // see AttentionForwardParams::tile_counter
   int64_t parts_at = 0, counter_at = 0;  // in the workspace
 
   // Whether a block mask is made of a mask and of ranges, as far as they are given.
@@ -70,7 +70,7 @@ struct ForwardPlan : AttentionPlan {
   }
   void set_workspace(AttentionForwardParams& params, char* workspace) const {
     if (splits.take_workspace) params.parts = reinterpret_cast<float*>(workspace + parts_at);
-    if (counts_tiles) params.tiles_taken = reinterpret_cast<uint32_t*>(workspace + counter_at);
+    if (counts_tiles) params.tile_counter = reinterpret_cast<uint32_t*>(workspace + counter_at);
   }
 };
 
@@ -217,14 +217,14 @@ inline KeySplits splits_in_workspace(const AttentionParams& params, int64_t bloc
   return {count, count > 1};
 }
 
-// Whether the host does not know how many keys a query sees. params.note is set.
+// Whether the host does not know how many keys a query sees. params.block_mask is set.
 inline bool has_unknown_lengths(const AttentionParams& params) {
-  return params.note.words != nullptr || params.visible.are_given();
+  return params.block_mask.words != nullptr || params.visible.are_given();
 }
 
 // Whether a launch has no mask, ranges or dropout. Such launches have kernels of their own, which
 // lose no time over those.
-inline bool is_plain(const AttentionParams& params) {
+inline bool is_unmasked(const AttentionParams& params) {
   return !has_unknown_lengths(params) && params.dropout.seed == nullptr;
 }
 

@@ -106,8 +106,8 @@ struct Inputs {
 void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
   check(mask.scalar_type() == ScalarType::Bool && mask.dim() == 4,
         "mask must be bool, of 4 dimensions");
-  check(block == 1 || (block > 0 && block <= INT32_MAX && block % kNoteTile == 0),
-        "block must be 1 or a multiple of ", kNoteTile);
+  check(block == 1 || (block > 0 && block <= INT32_MAX && block % kMaskTile == 0),
+        "block must be 1 or a multiple of ", kMaskTile);
   const std::array<int64_t, 4> sizes{params.batches, params.heads,
                                      divide_up<int64_t>(params.queries, block),
                                      divide_up<int64_t>(params.keys, block)};
@@ -121,12 +121,13 @@ void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
   params.mask_block = static_cast<int>(block);
 }
 
-// Makes params.note where there is a mask or a range: of `given`, which was made of the same mask,
-// or anew, in a tensor that must stay. The forward needs less of it.
-std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tensor>& mask,
-                               const std::optional<Tensor>& first, const std::optional<Tensor>& end,
-                               const std::optional<Tensor>& given, const Tensor& beside,
-                               bool is_for_backward) {
+// Makes params.block_mask where there is a mask or a range: of `given`, which was made of the same
+// mask, or anew, in a tensor that must stay. The forward needs less of it.
+std::optional<Tensor> set_block_mask(AttentionParams& params, const std::optional<Tensor>& mask,
+                                     const std::optional<Tensor>& first,
+                                     const std::optional<Tensor>& end,
+                                     const std::optional<Tensor>& given, const Tensor& beside,
+                                     bool is_for_backward) {
   if (!mask && !first && !end) return {};
   const auto any_has = [&](int64_t dim) {
     bool has = false;
@@ -136,10 +137,11 @@ std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tens
   };
   const int64_t batches = any_has(0) ? params.batches : 1, heads = any_has(1) ? params.heads : 1;
   const int64_t bit_rows = !mask || params.mask_block > 1 ? 0 : mask->size(2);
-  params.note.layout = NoteLayout(params.queries, params.keys, static_cast<int>(bit_rows));
-  const int64_t words = params.note.layout.words();
+  params.block_mask.layout =
+      BlockMaskLayout(params.queries, params.keys, static_cast<int>(bit_rows));
+  const int64_t words = params.block_mask.layout.words();
   if (given) {
-    check(!first && !end, "a note of ranges is made anew");
+    check(!first && !end, "a block mask of ranges is made anew");
     check(given->is_cuda() && given->get_device_index() == beside.get_device_index() &&
               given->scalar_type() == ScalarType::Int && given->dim() == 3 &&
               given->size(0) == batches && given->size(1) == heads && given->size(2) == words &&
@@ -149,13 +151,13 @@ std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tens
           "note must be what tile_note made of this mask");
   }
   const Tensor note = given ? *given : new_tensor({batches, heads, words}, ScalarType::Int, beside);
-  params.note.words = static_cast<uint32_t*>(note.data_ptr());
-  params.note.batch_stride = batches == 1 ? 0 : note.stride(0);
-  params.note.head_stride = heads == 1 ? 0 : note.stride(1);
+  params.block_mask.words = static_cast<uint32_t*>(note.data_ptr());
+  params.block_mask.batch_stride = batches == 1 ? 0 : note.stride(0);
+  params.block_mask.head_stride = heads == 1 ? 0 : note.stride(1);
   if (!given)
-    check_cuda(attention_note(params, static_cast<int>(batches), static_cast<int>(heads),
-                              is_for_backward, current_stream(beside)),
-               "attention_note");
+    check_cuda(attention_block_mask(params, static_cast<int>(batches), static_cast<int>(heads),
+                                    is_for_backward, current_stream(beside)),
+               "attention_block_mask");
   return note;
 }
 
@@ -171,7 +173,7 @@ Tensor tile_note(Tensor mask, int64_t block, int64_t queries, int64_t keys) {
   params.queries = static_cast<int>(queries);
   params.keys = static_cast<int>(keys);
   set_mask(params, mask, block);
-  return *set_note(params, mask, {}, {}, {}, mask, true);
+  return *set_block_mask(params, mask, {}, {}, {}, mask, true);
 }
 
 void set_params(AttentionParams& params, const Inputs& inputs, const std::optional<Tensor>& bias,
@@ -297,7 +299,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   ForwardLaunch launch = plan_attention_forward(params, current_stream(query));
   const Tensor workspace = set_workspace(launch, query);
   if (launch.plan.reads_block_mask(mask.has_value(), first || end))
-    note = set_note(launch.params, mask, first, end, note, query, false);
+    note = set_block_mask(launch.params, mask, first, end, note, query, false);
   check_cuda(attention_forward(launch, current_stream(query)), "attention_forward");
   if (params.value_dim != value.size(3)) {
     Tensor narrow = torch::stable::narrow(output, 3, 0, value.size(3));
@@ -412,7 +414,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     return {std::move(of_query), std::move(of_key), std::move(of_value), std::move(bias_result),
             std::move(sink_rows)};
   }
-  note = set_note(params, mask, first, end, note, query, true);
+  note = set_block_mask(params, mask, first, end, note, query, true);
   if (bias_gradient)
     params.bias_gradient_kind =
         bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1));

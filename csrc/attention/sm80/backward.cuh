@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
 }
 
 // Plain: without mask, ranges and dropout. With turns: or gradients of queries are whole.
-template <class T, BiasKind kBias, bool kIsPlain, bool kHasTurns, int kIndex>
+template <class T, BiasKind kBias, bool kIsUnmasked, bool kHasTurns, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
     attention_backward_kernel(const __grid_constant__ AttentionBackwardParams params) {
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     copy(value_tile, params.value, params.value_dim);
   }
   const auto stage_of = [&](int step) { return params.stages == 1 ? 0 : step % 2; };
-  using Tiles = QueryTiles<kKeys, kQueries, kIsPlain, kHasTurns>;
+  using Tiles = QueryTiles<kKeys, kQueries, kIsUnmasked, kHasTurns>;
   const auto copy_queries = [&](int step, const Tiles& tiles) {
     const int head = tiles.head, query = tiles.query;
     const QueryTile query_tile{memory + Memory::kLayout.stages +
@@ -221,17 +221,17 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
 
     Excluded<kM, Memory::kN> excluded;
     const bool is_cut = query < all_visible.begin || query + kQueries > all_visible.end;
-    if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
+    if (is_cut || (!kIsUnmasked && params.block_mask.words != nullptr)) {
       const BackwardWarp warp(Memory::kSide);
-      excluded.template find<true, kIsPlain>(params, batch, head, query + warp.query,
-                                             first_key + warp.key, is_cut);
+      excluded.template find<true, kIsUnmasked>(params, batch, head, query + warp.query,
+                                                first_key + warp.key, is_cut);
     }
     const FirstScore at{batch, head, query, first_key};
     typename Memory::Scores weights = {}, gradients = {};
     const uint32_t stage =
         memory + Memory::kLayout.stages + stage_of(step) * Memory::kLayout.stage_bytes;
     const BackwardWarp warp(Memory::kSide);
-    find_score_gradients<T, kBias, kIsPlain, true, Memory>(
+    find_score_gradients<T, kBias, kIsUnmasked, true, Memory>(
         params, at,
         {memory, memory + Memory::kLayout.values, stage, stage + QueryTile::kBytes,
          rows + step % 2 * kQueries},
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
               products, warp.query, warp.key);
         },
         [] {});
-    share_scores<T, ScoreTile, !kIsPlain>(shared_memory + Memory::kLayout.weights, weights);
+    share_scores<T, ScoreTile, !kIsUnmasked>(shared_memory + Memory::kLayout.weights, weights);
     share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, gradients);
     const auto with_gradient = [&](auto&& body) {
       if (slice == 0)
@@ -253,8 +253,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
       taken = turn();
     }
     if (kHasTurns && params.turns != nullptr && threadIdx.x == 0)
-      wait_for_turn(turn(), steps_before<kKeys, kQueries, kIsPlain, true>(params, batch, head,
-                                                                          query, first_key));
+      wait_for_turn(turn(), steps_before<kKeys, kQueries, kIsUnmasked, true>(params, batch, head,
+                                                                             query, first_key));
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up
     if (tiles.are_left()) copy_bias(tiles);
     with_gradient([&](auto policy) {

@@ -20,7 +20,7 @@ struct BackwardMemory {
   static constexpr AttentionBackwardTile kTile = kAttentionBackwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kThreads = kTile.threads(), kSlice = kTile.slice, kSlices = kDim / kSlice;
-  static_assert(kNoteTile % kQueries == 0 && (kNoteTile % kKeys == 0 || kKeys % kNoteTile == 0));
+  static_assert(kMaskTile % kQueries == 0 && (kMaskTile % kKeys == 0 || kKeys % kMaskTile == 0));
   static constexpr int kSide = kTile.side(), kM = kSide / 16, kN = kSide / 8;  // of a warp's scores
   static_assert(kTile.element_bytes == sizeof(T));
   using Scores = Accumulators<kM, kN>;
@@ -71,7 +71,7 @@ struct FirstScore {
 // queries and the keys are used up. Gradients are those of scores. Where not kAreOfScores they are
 // still without their factor, the size of the weight, and the caller excludes. Returns whether D is
 // finite.
-template <class T, BiasKind kBias, bool kIsPlain, bool kAreOfScores, class Memory, class AddBias,
+template <class T, BiasKind kBias, bool kIsUnmasked, bool kAreOfScores, class Memory, class AddBias,
           class Between>
 __device__ __forceinline__ bool find_score_gradients(
     const AttentionParams& params, const FirstScore& at, const BackwardStep& step,
@@ -113,7 +113,7 @@ __device__ __forceinline__ bool find_score_gradients(
       if (kAreOfScores) gradient[i] *= fabsf(weight[i]);
     }
   };
-  if (!kIsPlain && params.dropout.seed != nullptr) {
+  if (!kIsUnmasked && params.dropout.seed != nullptr) {
     const Dropping<true> dropping(params, at.batch, at.head);
     dropping.template for_each_pair<kM, kN>(
         at.query + warp.query, at.key + warp.key, [&](int m, int n, int half, uint32_t halves) {

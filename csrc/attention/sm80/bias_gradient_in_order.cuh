@@ -80,10 +80,10 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
       visible_keys(params, first_query).begin >= first_key + kKeys)
     member = end;
   const bool is_outside = __all_sync(~0u, cut.are_all());
-  const bool has_note = params.note.words != nullptr;
+  const bool has_block_mask = params.block_mask.words != nullptr;
   // A mask of keys alone comes with their step.
   const bool has_key_bits =
-      has_note && params.note.layout.bit_rows == 1 && !params.visible.are_given();
+      has_block_mask && params.block_mask.layout.bit_rows == 1 && !params.visible.are_given();
 
   // A quarter of the warps copies keys, another one queries, values, gradients of outputs. A thread
   // has a chunk of some rows; it finds anew which, because registers are few. What is not there was
@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
           params, reinterpret_cast<RowOfBackward*>(shared_memory + at + kLayout.rows), batch, head,
           first_query);
     if (is_first_half && has_key_bits && thread == 0)
-      start_copy(memory + kLayout.key_bits,
-                 params.note.of(batch, head) + params.note.layout.bits() + first_key / 128 * 4);
+      start_copy(memory + kLayout.key_bits, params.block_mask.of(batch, head) +
+                                                params.block_mask.layout.bits() +
+                                                first_key / 128 * 4);
     end_copies();
   };
 
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
     place_of(member, head, batch);
     Excluded<kM, kN> excluded = cut;
     bool is_idle = is_outside;
-    if (has_note && !is_outside) {
+    if (has_block_mask && !is_outside) {
       const int key = first_key + warp.key;
       if (has_key_bits) {
         const uint32_t bits =

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
     const __grid_constant__ AttentionBackwardParams params) {
   if (!kIsAmpere) return;
   constexpr int kQueries = kInOrderQueries, kThreads = kInOrderThreads;
-  static_assert(kQueries == kNoteTile && kNoteTile % kKeys == 0);
+  static_assert(kQueries == kMaskTile && kMaskTile % kKeys == 0);
   constexpr InOrderLayout kLayout(kDim, kKeys, kBias, sizeof(T));
   using QueryTile = Tile<T, kQueries, kDim>;
   using KeyTile = Tile<T, kKeys, kDim>;

@@ -28,7 +28,7 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsPlain, bool kHasTurns, int kIndex>
+template <class T, HopperBias kBias, bool kIsUnmasked, bool kHasTurns, int kIndex>
 __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads, 1)
     attention_hopper_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
                                      const __grid_constant__ BackwardTensorMaps maps) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= Memory::kKeys;
-  using Roles = HopperBackward<T, kBias, kIsPlain, kIndex>;
+  using Roles = HopperBackward<T, kBias, kIsUnmasked, kIndex>;
   const typename Roles::Block block{
       first_key, key_head, batch, {params, batch, key_head, first_key}};
   if (warpgroup < 0) {

@@ -24,7 +24,7 @@ struct HopperWideBackwardMemory {
   static constexpr int kPanels = kDim / 64, kValuePanels = kValueDim / 64;
   static_assert(kTile.is_wide() && kDim % 64 == 0 && kValueDim % 64 == 0);
   static_assert(kKeys == 64 && kQueries == 64);
-  static_assert(kKeys % kNoteTile == 0 && kQueries % kNoteTile == 0);
+  static_assert(kKeys % kMaskTile == 0 && kQueries % kMaskTile == 0);
 
   // Keys; values; queries and gradients of outputs of each stage; weights; gradients of scores;
   // panels of dQ, of 32 columns; rows of each stage; barriers. At the end the gradients of values
@@ -98,7 +98,7 @@ __device__ __forceinline__ void start_wide_sum(float (&sum)[kColumns][4],
   end_products();
 }
 
-template <class T, bool kIsPlain, int kIndex>
+template <class T, bool kIsUnmasked, int kIndex>
 __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     attention_hopper_wide_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
                                           const __grid_constant__ BackwardTensorMaps maps) {
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
-  QueryTiles<kKeys, kQueries, kIsPlain> tiles(params, batch, key_head, first_key);
+  QueryTiles<kKeys, kQueries, kIsUnmasked> tiles(params, batch, key_head, first_key);
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     const bool is_first = threadIdx.x == 0;
     if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
     // Queries, gradients of outputs and rows are copied for a tile that is kStages further.
-    QueryTiles<kKeys, kQueries, kIsPlain> copied = tiles;
+    QueryTiles<kKeys, kQueries, kIsUnmasked> copied = tiles;
     const auto copy_next = [&](int stage) {
       if (is_first) {
         const Barrier there = memory.queries_are_there(stage);
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
 
   take_registers<Memory::kTile.registers>();
   const int warp_key = first_key + 16 * warp_in_group;
-  using Excluding = ExcludedOfTile<kQueries, kIsPlain>;
+  using Excluding = ExcludedOfTile<kQueries, kIsUnmasked>;
   Excluding excluding(params, batch, first_key, warp_key);
   // What memory has of a tile is loaded before it is needed. Lanes ask each other for ranges.
   typename Excluding::Masked masked;
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
             exp2_approximate(fmaf(fmaf(weight, params.scale, -row.max), kLog2E, -row.log2_sum));
       }
       // Negative where dropout drops them.
-      if (!kIsPlain && params.dropout.seed != nullptr) {
+      if (!kIsUnmasked && params.dropout.seed != nullptr) {
         const Dropping<true> dropping(params, batch, head);
         dropping.template for_each_pair<1, 8>(
             query, warp_key, [&](int, int n, int half, uint32_t halves) {
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
       }
       excluded[0].apply(reinterpret_cast<Accumulators<1, 8>&>(weights), 0.f);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) as_matrix_a<T, !kIsPlain>(rounded[i], weights, i);
+      for (int i = 0; i < 4; ++i) as_matrix_a<T, !kIsUnmasked>(rounded[i], weights, i);
       memory.gradients_are_there(stage).wait(parity_of(step));
       start_wide_sum<T>(value_gradient, rounded, memory.gradients(stage));
       memory.weights_are_used().wait((step & 1) ^ 1);
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     }
     wait_for_products<0>();
     touch(weights);
-    store(value_gradient, Memory::kValueResultsAt, kIsPlain ? 1.f : params.dropout.factor,
+    store(value_gradient, Memory::kValueResultsAt, kIsUnmasked ? 1.f : params.dropout.factor,
           params.value_gradient, params.value_dim);
   } else {
     float key_gradient[kDim / 8][4] = {}, gradients[8][4];
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
         for (int i = column % 2; i < 4; i += 2) {
           const float weight = eights[column / 4][column / 2 % 2 * 4 + i] * (1 / kPassedWeight);
           float& gradient = gradients[column / 2][i];
-          gradient = score_gradient<!kIsPlain>(gradient, weight, delta, params.dropout.factor);
+          gradient = score_gradient<!kIsUnmasked>(gradient, weight, delta, params.dropout.factor);
         }
       }
       // sm80/backward_tile.cuh says why.

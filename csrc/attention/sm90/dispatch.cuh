@@ -105,13 +105,14 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
         params.heads_of_block = plan.heads_of_block;
         params.blocks_of_heads = Divider(plan.heads / params.key_heads);
         // A block mask is of tiles from the first query on.
-        if (plan.splits.count == 1 && plan.heads_of_block == 1 && params.note.words == nullptr)
-          params.lead = static_cast<int>(plan.row_tiles) * Memory::kQueries -
-                        64 * divide_up(params.queries, 64);
-        if (params.tiles_taken != nullptr)
+        if (plan.splits.count == 1 && plan.heads_of_block == 1 &&
+            params.block_mask.words == nullptr)
+          params.query_tile_offset = static_cast<int>(plan.row_tiles) * Memory::kQueries -
+                                     64 * divide_up(params.queries, 64);
+        if (params.tile_counter != nullptr)
           MEGASOFTMAX_RETURN_IF_ERROR(
-              cudaMemsetAsync(params.tiles_taken, 0, sizeof(*params.tiles_taken), stream));
-        const auto kernel = is_plain(params)
+              cudaMemsetAsync(params.tile_counter, 0, sizeof(*params.tile_counter), stream));
+        const auto kernel = is_unmasked(params)
                                 ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
                                 : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
         // Before the maps: it gives a new thread its context.
@@ -134,12 +135,12 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
   });
 }
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex, bool kHasTurns = false>
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex, bool kHasTurns = false>
 constexpr auto hopper_backward_kernel() {
   if constexpr (kAttentionHopperBackwardTiles[kIndex].is_wide()) {
-    return attention_hopper_wide_backward_kernel<T, kIsPlain, kIndex>;
+    return attention_hopper_wide_backward_kernel<T, kIsUnmasked, kIndex>;
   } else {
-    return attention_hopper_backward_kernel<T, kBias, kIsPlain, kHasTurns, kIndex>;
+    return attention_hopper_backward_kernel<T, kBias, kIsUnmasked, kHasTurns, kIndex>;
   }
 }
 
@@ -203,8 +204,8 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
         }
         const auto launch_kernel = [&]<bool kHasTurns>() {
           return launch_with_maps(
-              is_plain(params) ? hopper_backward_kernel<T, kBias, true, kIndex, kHasTurns>()
-                               : hopper_backward_kernel<T, kBias, false, kIndex, kHasTurns>(),
+              is_unmasked(params) ? hopper_backward_kernel<T, kBias, true, kIndex, kHasTurns>()
+                                  : hopper_backward_kernel<T, kBias, false, kIndex, kHasTurns>(),
               divide_up(params.keys, Memory::kKeys), params.key_heads, plan.blocks, cluster,
               Memory::kThreads, Memory::kBytes, stream, params, maps);
         };

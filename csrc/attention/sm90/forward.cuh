@@ -20,7 +20,7 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
 __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     attention_hopper_forward_kernel(const __grid_constant__ AttentionForwardParams params,
                                     const __grid_constant__ TensorMaps maps) {
@@ -34,10 +34,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     for (const CUtensorMap* map : {&maps.query, &maps.key, &maps.value, &maps.output})
       prefetch_map(*map);
     if constexpr (kBias == HopperBias::kTile) prefetch_map(maps.bias);
-    memory.init_barriers(kIsPlain);
+    memory.init_barriers(kIsUnmasked);
   }
   __syncthreads();
-  using Roles = HopperForward<T, kBias, kIsPlain, kIndex>;
+  using Roles = HopperForward<T, kBias, kIsUnmasked, kIndex>;
   using Tiles = typename Roles::Tiles;
   using Queries = typename Roles::Queries;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
@@ -52,11 +52,11 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   take_registers<Memory::kTile.registers>();
   uint32_t first_step = 0;  // steps of the tiles of queries before
   constexpr int kN = kKeys / 8, kColumns = Memory::kValueDim / 8, kSteps = kKeys / 16;
-  constexpr bool kMayTakeTurns =
-      kKeys > kNoteTile && (kIsPlain || !kHasBias || (kHasTile && kWarpgroups == 2));
+  constexpr bool kMayPingPong =
+      kKeys > kMaskTile && (kIsUnmasked || !kHasBias || (kHasTile && kWarpgroups == 2));
   // Registers have room for the next weights beside those that a product reads.
   constexpr bool kHasRoom =
-      kWarpgroups == 2 && Memory::kValueDim < 256 && !(kHasTile && kKeys > kNoteTile);
+      kWarpgroups == 2 && Memory::kValueDim < 256 && !(kHasTile && kKeys > kMaskTile);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
   const FirstElement mine;
@@ -69,24 +69,24 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   const auto keys_are_there = [&](int stage) { return memory.keys_are_there(stage); };
   const auto values_are_there = [&](int stage) { return memory.values_are_there(stage); };
 
-  // Warpgroups take turns at the products of queries and keys, one for each tile of keys, also of
-  // those that they pass. So one makes weights while another has products; else all make weights at
-  // the same time, and then all wait for products.
-  const bool takes_turns = kMayTakeTurns && (kHasTile || params.note.words == nullptr);
-  const auto wait_for_my_turn = [&] {
-    if (takes_turns) wait_for_turn<kWarpgroups>(warpgroup);
+  // Ping-pong at the products of queries and keys, once for each tile of keys, also those that a
+  // warpgroup skips. So one warpgroup makes weights while another has products. Without it all make
+  // weights at the same time, and then all wait for products.
+  const bool is_ping_pong = kMayPingPong && (kHasTile || params.block_mask.words == nullptr);
+  const auto wait_for_others = [&] {
+    if (is_ping_pong) wait_in_ping_pong<kWarpgroups>(warpgroup);
   };
-  const auto pass_my_turn = [&] {
-    if (takes_turns) pass_turn<kWarpgroups>(warpgroup);
+  const auto pass_to_next = [&] {
+    if (is_ping_pong) pass_in_ping_pong<kWarpgroups>(warpgroup);
   };
-  if (warpgroup == kWarpgroups - 1) pass_my_turn();
+  if (warpgroup == kWarpgroups - 1) pass_to_next();
 
   // Loaded once: else each tile would wait for it.
-  const uint64_t seed = kIsPlain ? 0 : Dropping<false>::seed(params);
+  const uint64_t seed = kIsUnmasked ? 0 : Dropping<false>::seed(params);
   int number;
   for (int done = 0; Roles::may_come(work, memory.queries_are_there(), done, number);
        work.advance()) {
-    if (kIsPlain && !work.is_left()) continue;
+    if (kIsUnmasked && !work.is_left()) continue;
     const int turn = done;
     const auto& assigned = Memory::assignment(shared_memory, turn);
     const Queries queries = Roles::queries_of(params, work, assigned);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // some see, none where it has no queries.
     int all_visible_begin = 0, all_visible_end = 0;
     KeyRange seen{0, 0};
-    if constexpr (!kIsPlain) {
+    if constexpr (!kIsUnmasked) {
       all_visible_begin = uniform(assigned.whole[warpgroup].begin);
       all_visible_end = uniform(assigned.whole[warpgroup].end) - kKeys;
       seen = {uniform(assigned.seen[warpgroup].begin), uniform(assigned.seen[warpgroup].end)};
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // Products leave shared memory little time for others. So three warpgroups load the first
     // entries of a table while they run, too.
     constexpr bool kLoadsPairsAhead = Memory::kIsTable && kWarpgroups > 2;
-    [[maybe_unused]] DiagonalPairs<kN, kIsPlain ? 6 : 4> pairs;
+    [[maybe_unused]] DiagonalPairs<kN, kIsUnmasked ? 6 : 4> pairs;
     const auto load_pairs_ahead = [&](const Tiles& tiles) {
       pairs.load(Memory::diagonals(shared_memory, wait_for_bias(tiles)),
                  64 * warpgroup + 16 * warp_in_group);
@@ -199,11 +199,11 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     constexpr int kMaskWords = kKeys / 32;
     [[maybe_unused]] uint32_t masked[2][kMaskWords];
     const auto load_masked = [&](const Tiles& tiles) {
-      if constexpr (!kIsPlain) {
-        const NoteLayout& layout = params.note.layout;
+      if constexpr (!kIsUnmasked) {
+        const BlockMaskLayout& layout = params.block_mask.layout;
         if (layout.bit_rows == 0) return;
-        const uint32_t* const bits = params.note.of(queries.batch, queries.head) + layout.bits() +
-                                     static_cast<unsigned>(tiles.key) / 32;
+        const uint32_t* const bits = params.block_mask.of(queries.batch, queries.head) +
+                                     layout.bits() + static_cast<unsigned>(tiles.key) / 32;
         const int pitch = layout.bit_rows == 1 ? 0 : layout.words_of_bits();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -212,11 +212,11 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
-    // What length, window, range and mask exclude of a step; whether it may be anything. By length,
-    // window and range: `is_cut`. Found while products run, but for plain launches, where it is
-    // found later.
+    // Finds what length, window, range and mask exclude of a step, while products run. Unmasked
+    // launches find it later. `is_cut`: length, window or range exclude some. Returns whether
+    // something may be excluded.
     const auto find_excluded = [&](const Tiles& tiles, bool is_cut, Excluded<1, kN>& excluded) {
-      if constexpr (!kIsPlain) {
+      if constexpr (!kIsUnmasked) {
         if (is_cut) {
           const KeyRange* const rows =
               assigned.rows + 64 * warpgroup + 16 * warp_in_group + mine.row;
@@ -225,14 +225,14 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
             return bits_outside(ranges[half], tiles.key + 32 * word);
           });
         }
-        const NoteLayout& layout = params.note.layout;
+        const BlockMaskLayout& layout = params.block_mask.layout;
         if (layout.bit_rows > 0) {
           excluded.add_words([&](int half, int word) { return masked[half][word]; });
         } else if (tiles.may_exclude()) {
-          const int line = min(group_query / kNoteTile, layout.query_tiles - 1);
-          const int tile = tiles.key / kNoteTile;
+          const int line = min(group_query / kMaskTile, layout.query_tiles - 1);
+          const int tile = tiles.key / kMaskTile;
           const uint32_t seen =
-              __ldg(params.note.of(queries.batch, queries.head) + layout.seen_by_query() +
+              __ldg(params.block_mask.of(queries.batch, queries.head) + layout.seen_by_query() +
                     int64_t{line} * layout.words_of_keys() + tile / 32) >>
               tile % 32;
           excluded.add_words([&](int, int word) { return (seen >> word / 2 & 1) - 1; });
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       release(memory.keys_are_used(tiles.step % kStages));
       if constexpr (kHasBias) add_all_bias_of(tiles);
       if (excludes) {
-        if constexpr (kIsPlain) {
+        if constexpr (kIsUnmasked) {
           excluded.template find<false, true>(params, queries.batch, queries.head, warp_query,
                                               tiles.key, true);
           excluded.apply(scores, -INFINITY);
@@ -268,18 +268,18 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
           }
         }
       };
-      const bool drops = !kIsPlain && params.dropout.is_given();
+      const bool drops = !kIsUnmasked && params.dropout.is_given();
       const Dropping<false> dropping(params, queries.batch, queries.head, seed);
       if constexpr (!kHasRoom) finish_output();  // the next weights take its registers
       uint32_t next[kSteps][4];
       auto& tried = kHasRoom ? next : weights;
       bool are_right = false;
-      if (!kIsFirst && drops && softmax.is_settled) {
+      if (!kIsFirst && drops && softmax.can_reuse_max) {
         are_right = softmax.template try_weights<T, kHasBias, true>(
             scores, tried, [&](int first, float (&some)[4][4]) {
               dropping.clear(some, 0, dropping.pairs(warp_query, tiles.key + 8 * first));
             });
-      } else if (!kIsFirst && softmax.is_settled) {
+      } else if (!kIsFirst && softmax.can_reuse_max) {
         are_right = softmax.template try_weights<T, kHasBias, false>(scores, tried, [] {});
       }
       if (are_right) {
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       factors[0] = factors[1] = 1.f;
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
-      softmax.settle(before);
+      softmax.decide_reuse(before);
       release_bias();
       if constexpr (kHasRoom) finish_output();
       scale_output();
@@ -308,24 +308,24 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       for (int step = 0; step < kSteps; ++step) as_matrix_a<T>(weights[step], scores[0], step);
     };
 
-    if constexpr (kIsPlain) memory.queries_are_there().wait(done & 1);
+    if constexpr (kIsUnmasked) memory.queries_are_there().wait(done & 1);
     ++done;
     Tiles tiles = [&] {
-      if constexpr (kIsPlain) {
+      if constexpr (kIsUnmasked) {
         return Tiles(params, queries, assigned, first_step);
       } else {
         return Tiles(assigned.first_key, first_step);
       }
     }();
     const auto advance = [&] {
-      if constexpr (kIsPlain) {
+      if constexpr (kIsUnmasked) {
         tiles.advance(params, queries, assigned);
       } else {
         tiles.advance();
       }
     };
     const auto read_step = [&] {
-      if constexpr (!kIsPlain) tiles.read(Memory::step(shared_memory, tiles.step % kStages));
+      if constexpr (!kIsUnmasked) tiles.read(Memory::step(shared_memory, tiles.step % kStages));
     };
     // All lanes have waited: of a barrier that went on without a lane, that lane would wait for
     // ever. And all have read what is assigned.
@@ -338,8 +338,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const auto pass_tiles = [&](int until) {
       for (; tiles.are_left() && tiles.key < until; advance()) {
         const uint32_t stage = tiles.step % kStages;
-        wait_for_my_turn();
-        pass_my_turn();
+        wait_for_others();
+        pass_to_next();
         wait_for(keys_are_there, tiles.step);
         read_step();
         release_by_all(memory.keys_are_used(stage));
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     pass_tiles(seen.begin - kKeys + 1);
     // The compiler does not see that all lanes take the same steps: see go_to.
     const auto step_of = [](const Tiles& tiles) {
-      return kIsPlain ? tiles.step : uniform(tiles.step);
+      return kIsUnmasked ? tiles.step : uniform(tiles.step);
     };
     const auto is_cut = [&] {
       return tiles.key < all_visible_begin || tiles.key > all_visible_end;
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const uint32_t first = step_of(tiles);
       load_masked(tiles);
       wait_for(keys_are_there, first);
-      wait_for_my_turn();
+      wait_for_others();
       start_scores(first % kStages);
       if constexpr (kLoadsBiasAhead) load_bias_ahead(tiles);
       if constexpr (kLoadsPairsAhead) load_pairs_ahead(tiles);
@@ -384,14 +384,14 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const bool excludes = find_excluded(tiles, is_cut(), excluded);
       wait_for_products<0>();
       touch(scores[0]);
-      pass_my_turn();
+      pass_to_next();
       release_results_before();
       weigh.template operator()<true>(tiles, excludes, excluded, [] {});
       for (advance(); tiles.are_left() && tiles.key < seen.end; advance()) {
         const uint32_t step = step_of(tiles), stage = step % kStages, before = step - 1;
         load_masked(tiles);
         wait_for(keys_are_there, step);
-        wait_for_my_turn();
+        wait_for_others();
         start_scores(stage);
         wait_for(values_are_there, before);
         start_output(before % kStages);
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         const bool excludes = find_excluded(tiles, is_cut(), excluded);
         wait_for_products<1>();
         touch(scores[0]);
-        pass_my_turn();
+        pass_to_next();
         weigh.template operator()<false>(tiles, excludes, excluded, [&] {
           wait_for_products<0>();
           touch(output[0]);
@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       release_results_before();
     }
     pass_tiles(INT32_MAX);
-    if constexpr (!kIsPlain) release_by_all(memory.tile_is_done());
+    if constexpr (!kIsUnmasked) release_by_all(memory.tile_is_done());
     const auto release_results = [&] {
       if constexpr (Memory::kQueryStages == 1) {
         wait_for_copy_of_results();
@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const int64_t first_row = params.row_index(queries.batch, head, warp_query);
     if (params.parts != nullptr) {
       // Found anew: it would take a register of the products.
-      const int again = kIsPlain ? work.number() : number;
+      const int again = kIsUnmasked ? work.number() : number;
       const TileOfQueries anew(params, kQueries, static_cast<int>(unknown(again)));
       store_parts(params, anew.split, first_row + mine.row, warp_query + mine.row, output[0],
                   softmax.max[0], softmax.sum[0]);
@@ -445,7 +445,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const int row = mine.row + row_offset(0, 2 * half);
       if (mine.column == 0 && warp_query + row < params.queries)
         row_end.store(params, first_row + row);
-      factors[half] = row_end.factor * (kIsPlain ? 1.f : params.dropout.factor);
+      factors[half] = row_end.factor * (kIsUnmasked ? 1.f : params.dropout.factor);
     }
     sync_warpgroup(warpgroup);  // results of a warp take the place of queries of all warps
     const int results_at = Memory::queries_at(turn, warpgroup);

@@ -80,7 +80,7 @@ inline bool sums_in_clusters(const AttentionBackwardParams& params) {
 }
 
 // Whether blocks of Hopper's forward take several tiles of queries, by length and window. With a
-// mask or ranges they do in any case: see AttentionForwardParams::tiles_taken.
+// mask or ranges they do in any case: see AttentionForwardParams::tile_counter.
 inline bool is_persistent(const AttentionParams& params, const AttentionHopperTile& tile) {
   const bool is_window = params.window_left >= 0 && params.window_right >= 0;
   const int64_t seen = is_window

@@ -186,14 +186,14 @@ __device__ inline void sync_warpgroups() {
   asm volatile("bar.sync %0, %1;" ::"n"(kWarpgroups + 1), "n"(128 * kWarpgroups) : "memory");
 }
 
-// Warpgroups take turns, 0 and on: each waits until the one before has passed the turn to it, by a
-// barrier of its own. The last one passes the first turn.
+// Ping-pong: a warpgroup waits until the one before it passes, by a barrier of its own. The last
+// one passes first.
 template <int kWarpgroups>
-__device__ inline void wait_for_turn(int warpgroup) {
+__device__ inline void wait_in_ping_pong(int warpgroup) {
   asm volatile("bar.sync %0, 256;" ::"r"(warpgroup + kWarpgroups + 1) : "memory");
 }
 template <int kWarpgroups>
-__device__ inline void pass_turn(int warpgroup) {
+__device__ inline void pass_in_ping_pong(int warpgroup) {
   const int next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
   asm volatile("bar.arrive %0, 256;" ::"r"(next + kWarpgroups + 1) : "memory");
 }

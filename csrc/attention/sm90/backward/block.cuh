@@ -13,14 +13,14 @@ struct BlockOfKeys {
   Tiles tiles;
 };
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
 struct HopperBackward {
   using Memory = HopperBackwardMemory<kBias, kIndex>;
   static constexpr bool kHasTile = kBias == HopperBias::kTile;
   static constexpr bool kHasTable = kBias == HopperBias::kTable;
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
-  using Block = BlockOfKeys<QueryTiles<kKeys, kQueries, kIsPlain>>;
+  using Block = BlockOfKeys<QueryTiles<kKeys, kQueries, kIsUnmasked>>;
 
   // All work of a warp: of the copying warpgroup in copy.cuh and dense_bias_gradient.cuh, of the
   // others in products.cuh. Arguments are no members: with members in their place, ptxas spills

@@ -13,8 +13,8 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
-__device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::copy(
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+__device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::copy(
     const AttentionBackwardParams& params, const BackwardTensorMaps& maps, const Memory& memory,
     const BiasGradientSums<kBias>& bias_sums, const Block& block) {
   const int first_key = block.first_key, key_head = block.key_head, batch = block.batch;
@@ -22,9 +22,10 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::copy
   extern __shared__ __align__(1024) char shared_memory[];
   constexpr int kPanels = Memory::kPanels, kValuePanels = Memory::kValuePanels;
   const bool is_first = threadIdx.x == 0;
-  const NoteLayout& layout = params.note.layout;
-  const bool copies_masked = !kIsPlain && params.note.words != nullptr && layout.has_bits_by_key();
-  const bool has_ranges = !kIsPlain && params.visible.are_given();
+  const BlockMaskLayout& layout = params.block_mask.layout;
+  const bool copies_masked =
+      !kIsUnmasked && params.block_mask.words != nullptr && layout.has_bits_by_key();
+  const bool has_ranges = !kIsUnmasked && params.visible.are_given();
   const auto start_copy_of_tile = [&](int head, int query, int step) {
     const int stage = step % kStages;
     [[maybe_unused]] KeyRange ranges[kQueries / 32];
@@ -47,13 +48,13 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::copy
     const int rows = min(kQueries, params.queries - query);
     const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
     const int masked_bytes =
-        copies_masked ? divide_up(rows, kNoteTile) * Memory::kMaskedTileBytes : 0;
-    const int masked_tiles = min(kWarpgroups, layout.key_tiles - first_key / kNoteTile);
+        copies_masked ? divide_up(rows, kMaskTile) * Memory::kMaskedTileBytes : 0;
+    const int masked_tiles = min(kWarpgroups, layout.key_tiles - first_key / kMaskTile);
     there.arrive_and_expect(Memory::kStageBytes + row_bytes + masked_tiles * masked_bytes);
     for (int i = 0; i < masked_tiles && copies_masked; ++i)
       start_copy_of_bytes(memory.masked(stage, i),
-                          params.note.of(batch, head) +
-                              layout.bits_by_key(first_key / kNoteTile + i, query / kNoteTile),
+                          params.block_mask.of(batch, head) +
+                              layout.bits_by_key(first_key / kMaskTile + i, query / kMaskTile),
                           masked_bytes, there);
     start_copy_of_panels<kPanels>(memory.queries(stage), maps.query, there, kQueries, query, head,
                                   batch);

@@ -46,7 +46,7 @@ struct HopperBackwardMemory {
   static constexpr int kPanels = divide_up(kDim, 64), kValuePanels = divide_up(kValueDim, 64);
   static constexpr int kQueryPanels = kQueries / 64, kStages = 2;
   static_assert(kDim % 16 == 0 && kValueDim % 16 == 0);
-  static_assert(kQueries % kNoteTile == 0 && kKeys % kNoteTile == 0);
+  static_assert(kQueries % kMaskTile == 0 && kKeys % kMaskTile == 0);
   static_assert(takes_bias(kTile, kBias));
   static_assert(shares_registers(kTile));
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // 64 x 64 elements of dQ for each
@@ -76,7 +76,7 @@ struct HopperBackwardMemory {
   using Diagonals = DiagonalTile<true, kKeys, kQueries>;
   using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
   static constexpr int kMaskedAt = kRowsAt + kStages * kRowBytes;
-  static constexpr int kMaskedTileBytes = NoteLayout::kWordsOfTile * 4;
+  static constexpr int kMaskedTileBytes = BlockMaskLayout::kWordsOfTile * 4;
   static constexpr int kMaskedPanelBytes = kQueryPanels * kMaskedTileBytes;  // of 64 keys
   static constexpr int kMaskedBytes = kWarpgroups * kMaskedPanelBytes;
   // Of each panel of queries the range that all see, then that of each query.

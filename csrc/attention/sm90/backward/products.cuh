@@ -15,9 +15,9 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
 template <bool kHasTurns>
-__device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::multiply(
+__device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::multiply(
     const AttentionBackwardParams& params, const BackwardTensorMaps& maps, const Memory& memory,
     const BiasGradientSums<kBias>& bias_sums, const Block& block, int warpgroup) {
   const int first_key = block.first_key, key_head = block.key_head, batch = block.batch;
@@ -78,18 +78,18 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
                              moved(b, step * 16 * 128), step > 0);
     end_products();
   };
-  ExcludedOfTile<kQueries, kIsPlain> excluding(params, batch, group_key, warp_key);
+  ExcludedOfTile<kQueries, kIsUnmasked> excluding(params, batch, group_key, warp_key);
   // Where all queries share the bits of a key, each warp writes those of its keys for all tiles of
   // a head.
   const bool shares_bits =
-      !kIsPlain && excluding.has_bits() && !params.note.layout.has_bits_by_key();
+      !kIsUnmasked && excluding.has_bits() && !params.block_mask.layout.has_bits_by_key();
   [[maybe_unused]] int head_of_bits = -1;
   const auto masked_of = [&](int stage, int panel, int half) -> uint2& {
     return Memory::masked(shared_memory, stage, warpgroup,
                           panel)[16 * warp_in_group + FirstElement().row + 8 * half];
   };
   const auto write_shared_bits = [&](int head) {
-    typename ExcludedOfTile<kQueries, kIsPlain>::Masked masked;
+    typename ExcludedOfTile<kQueries, kIsUnmasked>::Masked masked;
     excluding.load_masked(masked, head, 0);
 #pragma unroll
     for (int i = 0; i < kStages * Memory::kQueryPanels * 2; ++i)
@@ -110,7 +110,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
   };
   // Which weights dropout keeps. The bits of a tile are read before the warpgroups meet, those of
   // the next one are written after that.
-  const bool exchanges_bits = Memory::kExchangesBits && !kIsPlain && params.dropout.is_given();
+  const bool exchanges_bits = Memory::kExchangesBits && !kIsUnmasked && params.dropout.is_given();
   [[maybe_unused]] KeptBits::OfLane kept;
   const auto make_bits = [&] {
     if (exchanges_bits && tiles.are_left())
@@ -119,7 +119,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
   };
   // Products leave shared memory little time for others. So numbers of the first eights of rows are
   // loaded while products run whose results need them, where registers have room.
-  constexpr int kEightsAhead = kBias != HopperBias::kNone ? 0 : kIsPlain ? 8 : 4;
+  constexpr int kEightsAhead = kBias != HopperBias::kNone ? 0 : kIsUnmasked ? 8 : 4;
   float2 rows_ahead[std::max(2 * kEightsAhead, 1)], deltas_ahead[std::max(kEightsAhead, 1)];
   const auto row_at = [](const RowOfBackward* rows, int column) {
     const RowOfBackward& row = rows[column_offset(column / 2, column)];
@@ -163,7 +163,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
         weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.x), kLog2E, -row.y));
       }
     }
-    if (kIsPlain || !params.dropout.is_given()) return;
+    if (kIsUnmasked || !params.dropout.is_given()) return;
     if constexpr (Memory::kExchangesBits) {
       kept.for_each([&](int n, int i, bool is_kept) {
         if (!is_kept) weights[n][i] = -weights[n][i];
@@ -186,7 +186,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
   const auto multiply_weights_of = [&](int stage) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      as_matrix_a<T, !kIsPlain>(rounded_weights[step], weights, step);
+      as_matrix_a<T, !kIsUnmasked>(rounded_weights[step], weights, step);
     start_value_gradient(memory.gradients(stage));
   };
   // Gradients of weights become those of scores.
@@ -194,18 +194,18 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
     const RowOfBackward* const rows = rows_of(stage);
     // Not 0 where a delta is not finite; or also, with a mask or ranges, a gradient.
     float check = 0.f;
-    with_dropout<kIsPlain>(params, [&]<bool kMayDrop>() {
+    with_dropout<kIsUnmasked>(params, [&]<bool kMayDrop>() {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const float2 deltas = n < kEightsAhead ? deltas_ahead[n] : deltas_at(rows, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float delta = i % 2 == 0 ? deltas.x : deltas.y;
-          if (kIsPlain && i < 2) check = fmaf(delta, 0.f, check);
+          if (kIsUnmasked && i < 2) check = fmaf(delta, 0.f, check);
           float& gradient = gradients[n][i];
           gradient =
               score_gradient<kMayDrop>(gradient, weights[n][i], delta, params.dropout.factor);
-          if constexpr (!kIsPlain) check = fmaf(gradient, 0.f, check);
+          if constexpr (!kIsUnmasked) check = fmaf(gradient, 0.f, check);
         }
       }
     });
@@ -275,7 +275,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
     }
     touch(gradients);
     find_score_gradients_of(stage);
-    if constexpr (kIsPlain) exclude(excluded, gradients);  // of few tiles
+    if constexpr (kIsUnmasked) exclude(excluded, gradients);  // of few tiles
     if constexpr (!kIsEarly) multiply_weights_of(stage);
     if (bias_sums.has_diagonals) memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
     share_gradients(step % 2);
@@ -300,8 +300,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
       uint32_t* const turn = turn_of<kQueries>(params, batch, head, query, warpgroup);
       if (is_first_of_group) end_turn();
       if (threadIdx.x % 128 == 32)
-        wait_for_turn(turn, steps_before<kKeys, kQueries, kIsPlain, false>(params, batch, head,
-                                                                           query, first_key));
+        wait_for_turn(turn, steps_before<kKeys, kQueries, kIsUnmasked, false>(params, batch, head,
+                                                                              query, first_key));
       taken = turn;
     }
     wait_for_products<1>();
@@ -348,7 +348,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsPlain, kIndex>::mult
                         tensor.row<T>(batch, key_head, group_key), tensor.query_stride,
                         params.keys - group_key, width);
   };
-  store(value_gradient, kIsPlain ? 1.f : params.dropout.factor, params.value_gradient,
+  store(value_gradient, kIsUnmasked ? 1.f : params.dropout.factor, params.value_gradient,
         params.value_dim);
   __syncwarp();  // its rows were read
   store(key_gradient, params.scale, params.key_gradient, params.head_dim);

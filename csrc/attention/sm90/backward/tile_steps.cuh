@@ -52,10 +52,10 @@ __device__ __forceinline__ float score_gradient(float gradient, float weight, fl
   return fmaf(weight < 0.f ? 0.f : gradient, dropout_factor, -delta) * fabsf(weight);
 }
 // Calls body.operator()<does a launch drop weights?>().
-template <bool kIsPlain, class Body>
+template <bool kIsUnmasked, class Body>
 __device__ __forceinline__ void with_dropout(const AttentionParams& params, Body&& body) {
-  if (!kIsPlain && params.dropout.seed != nullptr) {
-    body.template operator()<!kIsPlain>();
+  if (!kIsUnmasked && params.dropout.seed != nullptr) {
+    body.template operator()<!kIsUnmasked>();
   } else {
     body.template operator()<false>();
   }

@@ -7,12 +7,12 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
-__device__ __forceinline__ void HopperForward<T, kBias, kIsPlain, kIndex>::copy(
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+__device__ __forceinline__ void HopperForward<T, kBias, kIsUnmasked, kIndex>::copy(
     const AttentionForwardParams& params, const TensorMaps& maps, const Memory& memory,
     WorkOfBlock& work) {
   if (threadIdx.x >= 32) {
-    if constexpr (Memory::kIsTable || !kIsPlain) find_and_fill(params, memory, work);
+    if constexpr (Memory::kIsTable || !kIsUnmasked) find_and_fill(params, memory, work);
     return;
   }
   uint32_t first_step = 0;  // steps of the tiles of queries before
@@ -27,12 +27,12 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsPlain, kIndex>::copy(
         work.has(number) ? static_cast<int>(number) : -1;
     memory.tile_is_assigned().arrive();
   };
-  if constexpr (!kIsPlain) assign(0);
+  if constexpr (!kIsUnmasked) assign(0);
   int done = 0;
-  for (; kIsPlain ? work.may_come() : work.has(number); work.advance()) {
-    if (kIsPlain && !work.is_left()) continue;
+  for (; kIsUnmasked ? work.may_come() : work.has(number); work.advance()) {
+    if (kIsUnmasked && !work.is_left()) continue;
     auto& assigned = Memory::assignment(shared_memory, done);
-    const Queries queries(params, kQueries, kIsPlain ? work.number() : static_cast<int>(number));
+    const Queries queries(params, kQueries, kIsUnmasked ? work.number() : static_cast<int>(number));
     const auto copy_queries = [&] {
       memory.queries_are_used().wait((done & 1) ^ 1);
       if (!is_first) return;
@@ -43,11 +43,11 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsPlain, kIndex>::copy(
             queries.query_of(params, i), queries.head_of(i), queries.batch);
     };
     if constexpr (Memory::kQueryStages > 1) copy_queries();
-    if constexpr (!kIsPlain) memory.ranges_are_there().wait(done & 1);
+    if constexpr (!kIsUnmasked) memory.ranges_are_there().wait(done & 1);
     int key_head, rest;
     params.heads_per_key_head.split(queries.head, key_head, rest);
     TilesToCopy tiles(params, queries, assigned, first_step);
-    if (!kIsPlain && is_first) assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
+    if (!kIsUnmasked && is_first) assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
     const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
                                        Barrier used, uint32_t step, int key, auto&& tell) {
       used.wait((step / kStages & 1) ^ 1);
@@ -86,27 +86,27 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsPlain, kIndex>::copy(
       if (has_keys) tiles.advance(params, queries, assigned);
       [[maybe_unused]] const bool ends = !tiles.are_left() && (has_keys || begins);
       [[maybe_unused]] uint32_t next = 0;
-      if constexpr (!kIsPlain) {
+      if constexpr (!kIsUnmasked) {
         if (ends) next = work.next(params);
       }
       if (has_keys)
         fill.template operator()<Memory::kPanels>(
             memory.keys(stage), maps.key, memory.keys_are_there(stage), memory.keys_are_used(stage),
             step, key, [&] {
-              if constexpr (!kIsPlain)
+              if constexpr (!kIsUnmasked)
                 Memory::step(shared_memory, stage) =
                     FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
             });
       if (begins) {
         if constexpr (Memory::kQueryStages == 1) copy_queries();
-        if (!kIsPlain && is_first) memory.queries_are_there().arrive();
+        if (!kIsUnmasked && is_first) memory.queries_are_there().arrive();
       } else {
         const int before = (step - 1) % kStages;
         fill.template operator()<Memory::kValuePanels>(
             memory.values(before), maps.value, memory.values_are_there(before),
             memory.values_are_used(before), step - 1, key_before, [] {});
       }
-      if constexpr (!kIsPlain) {
+      if constexpr (!kIsUnmasked) {
         if (ends) {
           number = __shfl_sync(~0u, next, 0);
           memory.tile_is_done().wait((done & 1) ^ 1);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsPlain, kIndex>::copy(
     ++done;
     first_step = uniform(tiles.step);
   }
-  if constexpr (!kIsPlain) {
+  if constexpr (!kIsUnmasked) {
     memory.queries_are_used().wait((done & 1) ^ 1);
     if (is_first) {
       memory.queries_are_there().arrive();

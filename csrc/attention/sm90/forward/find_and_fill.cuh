@@ -6,8 +6,8 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex>
-__device__ __forceinline__ void HopperForward<T, kBias, kIsPlain, kIndex>::find_and_fill(
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+__device__ __forceinline__ void HopperForward<T, kBias, kIsUnmasked, kIndex>::find_and_fill(
     const AttentionForwardParams& params, const Memory& memory, WorkOfBlock& work) {
   uint32_t first_step = 0;  // steps of the tiles of queries before
   extern __shared__ __align__(1024) char shared_memory[];
@@ -17,9 +17,9 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsPlain, kIndex>::find_
   int number;
   for (int done = 0; may_come(work, memory.tile_is_assigned(), done, number);
        work.advance(), ++done) {
-    if (kIsPlain && !work.is_left()) continue;
+    if (kIsUnmasked && !work.is_left()) continue;
     auto& assigned = Memory::assignment(shared_memory, done);
-    if constexpr (!kIsPlain) {
+    if constexpr (!kIsUnmasked) {
       const Queries tile(params, kQueries, number);
       for (int group = finder; group < kWarpgroups; group += Memory::kFinders)
         assigned.find(params, tile, group);
@@ -27,7 +27,7 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsPlain, kIndex>::find_
       if (is_first) memory.ranges_are_there().arrive();
     }
     if constexpr (Memory::kIsTable) {
-      if (!kIsPlain) memory.ranges_are_there().wait(done & 1);
+      if (!kIsUnmasked) memory.ranges_are_there().wait(done & 1);
       const Queries queries = queries_of(params, work, assigned);
       const BiasRows<T> bias(params, queries.batch, queries.head);
       TilesToCopy tiles(params, queries, assigned, first_step);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsPlain, kIndex>::find_
         if (is_first) memory.bias_is_there(stage, 0).arrive();
       }
       first_step = uniform(tiles.step);
-      if constexpr (!kIsPlain) {
+      if constexpr (!kIsUnmasked) {
         __syncwarp();  // all lanes have read what is assigned
         if (is_first) memory.tile_is_done().arrive();
       }

@@ -102,8 +102,8 @@ struct HopperMemory {
   static constexpr int kThreads = kTile.threads(), kStages = 2;
   static_assert(shares_registers(kTile));
   static_assert(takes_bias(kTile, kBias));
-  static_assert(kDim % 16 == 0 && kValueDim % 16 == 0 && kQueries % kNoteTile == 0);
-  static_assert(kKeys == kNoteTile || kKeys == 2 * kNoteTile);
+  static_assert(kDim % 16 == 0 && kValueDim % 16 == 0 && kQueries % kMaskTile == 0);
+  static_assert(kKeys == kMaskTile || kKeys == 2 * kMaskTile);
 
   // Queries of each stage and warpgroup, and later their results; keys, values of each stage; the
   // bias of each stage and warpgroup, of a table that of each stage; barriers.
@@ -133,8 +133,8 @@ struct HopperMemory {
   static constexpr int kBytes = kStepsAt + kStages * static_cast<int>(sizeof(int));
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
 
-  // Beside the copying warp: the warps that fill in entries of a table, and those that find what
-  // queries see, of launches that are not plain.
+  // Warps beside the copying warp: those that fill in entries of a table, and those that find what
+  // queries see, unless a launch is unmasked.
   static constexpr int kFillers = 3;
   static constexpr int kFinders = kIsTable ? kFillers : kWarpgroups;
 
@@ -182,10 +182,10 @@ struct HopperMemory {
     return barrier(kBiasBarrier + 2 * bias_tile(stage, warpgroup) + 1);
   }
   // By one thread, before the others use the barriers.
-  __device__ void init_barriers(bool is_plain) const {
+  __device__ void init_barriers(bool is_unmasked) const {
     tile_is_assigned().init(1);
     ranges_are_there().init(kFinders);
-    queries_are_there().init(is_plain ? 1 : 2);  // and what is assigned is known
+    queries_are_there().init(is_unmasked ? 1 : 2);  // and what is assigned is known
     queries_are_used().init(4 * kWarpgroups);
     // And the copying warp: a tile without keys is not done before it has waited for the last one.
     tile_is_done().init(1 + 4 * kWarpgroups + (kIsTable ? kFillers : 0));

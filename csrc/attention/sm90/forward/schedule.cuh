@@ -8,15 +8,15 @@
 
 namespace megasoftmax {
 
-// What a block owns: the queries of a head, 64 for each warpgroup, or all queries of several heads
-// that share keys, a warpgroup each.
+// What a block owns: queries of a head, 64 for each warpgroup, or all queries of several heads that
+// share keys, one head for each warpgroup.
 template <bool kMayShare>
 struct QueriesOfBlock : TileOfQueries {
-  int heads = 0;  // 0: one, whose queries warpgroups share
+  int heads = 0;  // 0: the warpgroups share the queries of one head
 
   __device__ QueriesOfBlock(const AttentionForwardParams& params, int queries_per_tile, int number)
       : TileOfQueries(params, queries_per_tile, number) {
-    first_query -= params.lead;
+    first_query -= params.query_tile_offset;
     if (!kMayShare || params.heads_of_block == 1) return;
     const int group = static_cast<int>(params.heads_per_key_head.divisor);
     int key_head, before;
@@ -32,11 +32,11 @@ struct QueriesOfBlock : TileOfQueries {
     batch = uniform(batch);
     split = uniform(split);
   }
-  // Of a warpgroup that has none, the last one.
+  // The head of a warpgroup. Warpgroups without one get the last head.
   __device__ int head_of(int warpgroup) const {
     return kMayShare && heads > 0 ? head + min(warpgroup, heads - 1) : head;
   }
-  // The first one. Of a warpgroup that has none it lies beyond the tensor.
+  // The first query of a warpgroup. It lies beyond the tensor for warpgroups without queries.
   __device__ int query_of(const AttentionForwardParams& params, int warpgroup) const {
     if (kMayShare && heads > 0) return warpgroup < heads ? 0 : params.queries;
     const int query = first_query + 64 * warpgroup;
@@ -45,18 +45,18 @@ struct QueriesOfBlock : TileOfQueries {
 };
 
 // The tiles of keys that a block takes, one after the other.
-template <int kQueries, int kKeys, bool kIsPlain>
+template <int kQueries, int kKeys, bool kIsUnmasked>
 class TilesOfBlock {
  public:
   int key, end;   // the first key of the tile at hand; none is left from `end` on
   uint32_t step;  // how many the block took before
 
-  // `assigned` counts where launches are not plain.
+  // `assigned` is not used if the launch is unmasked.
   __device__ TilesOfBlock(const AttentionForwardParams& params, const TileOfQueries& block,
                           const AssignedTile<kQueries>& assigned, uint32_t step)
       : step(step) {
     KeyRange seen;
-    if constexpr (kIsPlain) {
+    if constexpr (kIsUnmasked) {
       const int last_query = min(block.first_query + kQueries, params.queries) - 1;
       seen = {visible_keys(params, max(block.first_query, 0)).begin,
               visible_keys(params, last_query).end};
@@ -66,46 +66,46 @@ class TilesOfBlock {
     const KeyRange part =
         part_of<kKeys>(params, {seen.begin / kKeys * kKeys, seen.end}, block.split);
     end = part.end;
-    if constexpr (kIsPlain) {
+    if constexpr (kIsUnmasked) {
       go_to(part.begin);
     } else {
       const int first = max(part.begin, seen.begin);
-      go_to(params.note.words == nullptr || first >= end
+      go_to(params.block_mask.words == nullptr || first >= end
                 ? first
                 : tiles_.from(params, block.batch, block.head, block.first_query,
-                              first / kNoteTile * kNoteTile));
+                              first / kMaskTile * kMaskTile));
     }
   }
   __device__ bool are_left() const { return key < end; }
   __device__ void advance(const AttentionForwardParams& params, const TileOfQueries& block,
                           const AssignedTile<kQueries>& assigned) {
-    if constexpr (kIsPlain) {
+    if constexpr (kIsUnmasked) {
       key += kKeys;
     } else {
-      go_to(params.note.words != nullptr
-                ? tiles_.after(params, key + kKeys - kNoteTile, [&] { return block; })
+      go_to(params.block_mask.words != nullptr
+                ? tiles_.after(params, key + kKeys - kMaskTile, [&] { return block; })
                 : assigned.next(key + kKeys));
     }
     ++step;
   }
   // By mask.
   __device__ bool may_exclude() const {
-    return !kIsPlain && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kKeys - kNoteTile));
+    return !kIsUnmasked && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kKeys - kMaskTile));
   }
 
  private:
-  // Of the key behind the last tile that is noted, the tile may begin before the end. The compiler
-  // does not see that all lanes take the same steps. Unless it is told, it computes in registers of
-  // the lanes, between the products, where their matrices lie.
+  // The key after the last tile of the block mask may lie in a tile that begins before the end. The
+  // compiler does not see that all lanes take the same steps. Unless it is told, it computes in
+  // registers of the lanes, between the products, where their matrices lie.
   __device__ void go_to(int seen) {
     key = seen < end ? seen / kKeys * kKeys : end;
-    if constexpr (!kIsPlain) key = uniform(key);
+    if constexpr (!kIsUnmasked) key = uniform(key);
   }
 
   [[maybe_unused]] KeyTiles<kQueries> tiles_;
 };
 
-// The tiles of keys of a launch that is not plain, as the copying warp tells the other warps.
+// The tiles of keys as the copying warp tells them the other warps, unless a launch is unmasked.
 class FollowedTiles {
  public:
   int key;
@@ -127,11 +127,12 @@ class FollowedTiles {
   int told_ = kNoKey;
 };
 
-// The tiles of queries of a block: all blocks take them in turn. Causal tiles become shorter: every
-// other turn is in reverse. Else one tile of a head alone may be shorter: each turn is moved by
-// one, so that no block gets those of all heads. What a mask or ranges leave of a tile is not known
-// before: then a block takes the next one when it is done with one, which it counts in global
-// memory.
+// The tiles of queries of a persistent block. In a round each block takes one tile.
+// * Causal tiles become shorter, so every other round is in reverse.
+// * Else only one tile of a head may be shorter. Each round is moved by one block, so that no block
+//   gets the short tiles of all heads.
+// * If a mask or ranges are given, lengths are not known. Then a block takes its next tile from a
+//   counter in global memory when it is done with one.
 class WorkOfBlock {
  public:
   __device__ explicit WorkOfBlock(const AttentionForwardParams& params)
@@ -147,11 +148,11 @@ class WorkOfBlock {
     first_ += blocks;
     place_ = !is_even_ ? blocks - 1 - place_ : place_ + 1 < blocks ? place_ + 1 : 0;
   }
-  // The number of the tile of the next turn, or one that is too large. Lane 0 of the copying warp
-  // counts, and has it alone.
+  // The number of the block's next tile, or one that is too large. With a counter only lane 0 of
+  // the copying warp gets it.
   __device__ uint32_t next(const AttentionForwardParams& params) const {
-    if (params.tiles_taken != nullptr)
-      return threadIdx.x == 0 ? gridDim.x + atomicAdd(params.tiles_taken, 1) : 0;
+    if (params.tile_counter != nullptr)
+      return threadIdx.x == 0 ? gridDim.x + atomicAdd(params.tile_counter, 1) : 0;
     WorkOfBlock after = *this;
     after.advance();
     return after.may_come() ? static_cast<uint32_t>(after.number()) : ~0u;
@@ -160,7 +161,7 @@ class WorkOfBlock {
 
  private:
   bool is_even_;
-  int first_ = 0, place_;  // of the turn, and of the block in it
+  int first_ = 0, place_;  // the first tile of the round, and the block's place in it
   int count_;
 };
 
