@@ -1,7 +1,7 @@
 #pragma once
-// Which keys a query does not see: by length, window, range and mask. Found before the product,
-// while registers are free, and applied after it, so that nothing that a score holds matters where
-// it is excluded.
+// Which keys a query does not see: by length, window, range and mask. They are found before the
+// product, while registers are free, and applied after it. So the score of an excluded entry never
+// matters, even if it is NaN.
 
 #include "fragments.cuh"
 #include "params.h"
@@ -19,21 +19,21 @@ struct KeyRange {
 
 // A bit for each of the 32 keys from `first_key` on that is outside of a range.
 __device__ inline uint32_t bits_outside(const KeyRange& range, int first_key) {
-  // Shifted by 32 and more, nothing is left.
+  // A shift by 32 or more leaves nothing.
   const auto bits_from = [&](int key) {
     return __funnelshift_lc(0, ~0u, static_cast<uint32_t>(max(key, first_key) - first_key));
   };
   return bits_from(range.end) | ~bits_from(range.begin);
 }
 
-// By length and window.
+// The keys that a query sees, by length and window.
 __device__ inline KeyRange visible_keys(const AttentionParams& params, int query) {
   const int diagonal = query + params.keys - params.queries;
   return {
       params.window_left < 0 ? 0 : max(diagonal - params.window_left, 0),
       params.window_right < 0 ? params.keys : min(diagonal + params.window_right + 1, params.keys)};
 }
-// By range, too.
+// The keys that a query sees, by length, window and range.
 __device__ inline KeyRange visible_keys(const AttentionParams& params, int batch, int head,
                                         int query) {
   KeyRange range = visible_keys(params, query);
@@ -42,7 +42,7 @@ __device__ inline KeyRange visible_keys(const AttentionParams& params, int batch
   if (end.data != nullptr) range.end = min(range.end, end.at(batch, head, query));
   return range;
 }
-// What this lane's query of each 32 of a tile sees.
+// Finds what this lane's queries see: one query of each 32 of a tile.
 template <int kCount>
 __device__ __forceinline__ void find_ranges(KeyRange (&ranges)[kCount],
                                             const AttentionParams& params, int batch, int head,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void find_ranges(KeyRange (&ranges)[kCount],
     ranges[i] = query < params.queries ? visible_keys(params, batch, head, query) : KeyRange{0, 0};
   }
 }
-// The queries that see a key, by length and window; a range of them.
+// The range of queries that see a key, by length and window.
 __device__ inline KeyRange visible_from(const AttentionParams& params, int key) {
   const int diagonal = key + params.queries - params.keys;
   return {params.window_right < 0 ? 0 : max(diagonal - params.window_right, 0),
@@ -81,8 +81,8 @@ __device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int
   }
   return count;
 }
-// The first query from `query` on, which begins a tile, whose tile sees keys of the kKeys from
-// `first_key` on, by the block mask; and the `bits` of the tiles around it.
+// The first query of the first tile from `query` on that sees some of the kKeys keys from
+// `first_key` on, by the block mask, and the `bits` of the tiles around it.
 template <int kKeys>
 __device__ inline int next_query_tile(const AttentionParams& params, int batch, int head,
                                       int first_key, int query, uint32_t& bits) {
@@ -116,7 +116,7 @@ class QueryTiles {
     find(params, batch, first_key);
   }
   __device__ bool are_left() const { return head < last_head_; }
-  // Queries of the tiles of each head, where no block mask leaves some of them out.
+  // The queries of the tiles of each head, if there is no block mask.
   __device__ int begin() const { return begin_; }
   __device__ int end() const {
     return begin_ + divide_up(max(end_ - begin_, 0), kQueries) * kQueries;
@@ -159,15 +159,15 @@ class QueryTiles {
   [[maybe_unused]] uint32_t seen_ = 0;  // of the 32 tiles around the last one that was found
 };
 
-// The tiles of keys that a block of kQueries sees, one after the other, by the block mask where
-// there is one. It keeps two words: of the 32 tiles around the last one that was found, which have
-// a visible pair, and which have an excluded one. A step may take fewer keys than such a tile has.
+// The tiles of keys that a block of kQueries queries sees, one after the other. With a block mask
+// it keeps two words for the 32 tiles around the one found last: which have a visible pair, and
+// which an excluded one. A step may take fewer keys than a tile of the block mask has.
 template <int kQueries, int kKeys = kMaskTile>
 class KeyTiles {
   static_assert(kMaskTile % kKeys == 0);
 
  public:
-  // The first key, which begins a tile, of the first tile from `key` on.
+  // The first key of the first tile from `key` on that has a visible pair.
   __device__ int from(const AttentionParams& params, int batch, int head, int first_query,
                       int key) {
     if (params.block_mask.words == nullptr) return key;
@@ -179,8 +179,8 @@ class KeyTiles {
     }
     return count * kMaskTile;
   }
-  // The first key of the step after that of `key`, which is in the tile that was found last.
-  // `block` tells what `from` takes, when it is needed.
+  // The first key of the step after the step of `key`, which is in the tile found last. `block`
+  // returns the arguments of `from`, and is called only if they are needed.
   template <class Block>
   __device__ int after(const AttentionParams& params, int key, Block&& block) {
     if (kKeys < kMaskTile && (key + kKeys) % kMaskTile != 0) return key + kKeys;
@@ -191,7 +191,7 @@ class KeyTiles {
     return from(params, queries.batch, queries.head, queries.first_query,
                 divide_up(tile, 32) * 32 * kMaskTile);
   }
-  // Of the tile that was found last.
+  // Whether the tile found last has an excluded pair.
   __device__ bool may_exclude(int key) const { return (mixed_ >> key / kMaskTile % 32 & 1) != 0; }
 
  private:
@@ -240,8 +240,8 @@ struct Excluded {
     return all != 0;
   }
 
-  // Adds those that bits_of(half, word) tells: of the row of elements 2 * half, of 32 columns from
-  // number 32 * word on.
+  // Adds the elements whose bit is set in bits_of(half, word): of the row of elements 2 * half, 32
+  // columns from number 32 * word on.
   template <class BitsOf>
   __device__ __forceinline__ void add_words(BitsOf&& bits_of) {
     static_assert(kM == 1);
@@ -265,15 +265,14 @@ struct Excluded {
       both &= words[word] | ~(kN - 4 * word >= 4 ? kOfFour : kOfFour >> 8 * (4 * word + 4 - kN));
     return both == ~0u;
   }
-  // Adds those of keys in rows that the bits of the keys tell, from the first one on, of all
-  // queries.
+  // Keys in rows: adds all queries of the keys whose bits are set, from the first key on.
   __device__ __forceinline__ void add_keys(uint32_t bits) {
     const uint32_t keys = of_keys(bits >> FirstElement().row);
 #pragma unroll
     for (uint32_t& word : words) word |= (keys | keys << 1) * 0x01010101u;
   }
-  // Adds those of keys in rows, from `first_key` on, that are not among what keys_of(offset) tells
-  // of the query in this lane's column `offset`.
+  // Keys in rows: adds the keys from `first_key` on outside of keys_of(offset), the range that the
+  // query in this lane's column `offset` sees.
   template <class KeysOf>
   __device__ __forceinline__ void add_others(int first_key, KeysOf&& keys_of) {
     const FirstElement mine;
@@ -293,9 +292,9 @@ struct Excluded {
     }
   }
 
-  // Adds those of queries from `first_query` and keys from `first_key` on, where queries are in
-  // rows, or in columns, that are beyond the tensor, outside of the window or range, or masked.
-  // `is_cut`: length or window may exclude some.
+  // Adds pairs of the queries from `first_query` on and the keys from `first_key` on that lie
+  // beyond the tensor, outside of the window or range, or are masked. Queries are in rows, or in
+  // columns. `is_cut`: length or window may exclude some.
   template <bool kKeysInRows, bool kIsUnmasked = false>
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
                                        int first_query, int first_key, bool is_cut) {
@@ -360,23 +359,23 @@ struct Excluded {
   __device__ static constexpr uint32_t bit_of(int m, int n, int i) {
     return 1u << (n % 4 * 8 + m * 4 + i);
   }
-  // Of a query in column `right` of n those that the bits of its keys tell, from this lane's first
-  // on.
+  // Adds keys of the query in column `right` of n: those whose bits are set, from this lane's first
+  // key on.
   __device__ __forceinline__ void add_column(int n, int right, uint32_t bits) {
     words[n / 4] |= of_keys(bits) << (n % 4 * 8 + right);
   }
-  // Of bits 0, 8, 16 and 24, or the first two, bits 0, 2, 4 and 6.
+  // Moves bits 0, 8, 16 and 24, or the first two of them, to bits 0, 2, 4 and 6.
   __device__ static uint32_t of_keys(uint32_t bits) {
     uint32_t keys = bits & (kM == 2 ? 0x01010101u : 0x0101u);
     keys |= keys >> 6;
     return (keys | keys >> 12) & 0x55u;
   }
-  // Of the row of elements 2 * half those that the bits of 32 columns tell.
+  // Adds elements of the row of elements 2 * half: those whose bits of 32 columns are set.
   __device__ __forceinline__ void add_word(int m, int half, int word, uint32_t bits,
                                            const FirstElement& mine) {
     words[word] |= (bits >> mine.column & 0x03030303u) << (m * 4 + half * 2);
   }
-  // What the bits of a block mask exclude.
+  // Adds what the bitmask excludes.
   template <bool kKeysInRows>
   __device__ __forceinline__ void add_masked(const AttentionParams& params, const uint32_t* bits,
                                              int first_query, int first_key,
@@ -412,7 +411,7 @@ struct Excluded {
   }
 };
 
-// Which of a warp's 16 keys and of the queries of a tile are excluded, keys in rows.
+// Which pairs of a warp's 16 keys, in rows, and of the queries of a tile are excluded.
 template <int kQueries, bool kIsUnmasked>
 class ExcludedOfTile {
  public:
@@ -430,10 +429,10 @@ class ExcludedOfTile {
                   params.block_mask.layout.bit_rows > 0),
         has_blocks_(!kIsUnmasked && params.mask.data != nullptr && !has_bits_) {}
 
-  // The bits of 64 queries that the mask excludes, of this lane's keys number 0 and 8.
+  // The bits of 64 queries that the mask excludes, for this lane's keys 0 and 8.
   using Masked = uint2[2];
   __device__ bool has_bits() const { return has_bits_; }
-  // From the block mask. Where all queries share the bits of a key, those are the bits of any tile.
+  // Loads them from the bitmask. If all queries share the bits of a key, each tile has the same.
   __device__ __forceinline__ void load_masked(Masked& masked, int head, int query) const {
     if (!has_bits_) return;
     const BlockMaskLayout& layout = params_.block_mask.layout;
@@ -454,8 +453,8 @@ class ExcludedOfTile {
   }
 
   __device__ bool has_ranges() const { return has_ranges_; }
-  // masked_of(panel, half) tells the bits of a key, as Masked has them, and sees_all(panel) whether
-  // all queries of a panel see all keys of the warp, by range; range_of(column) what a query sees.
+  // masked_of(panel, half): the bits of a key, as in Masked. sees_all(panel): whether all queries
+  // of a panel see all keys of the warp, by range. range_of(column): what a query sees.
   template <class MaskedOf, class SeesAll, class RangeOf>
   __device__ __forceinline__ void find(Panels& excluded, int head, int query, MaskedOf&& masked_of,
                                        SeesAll&& sees_all, RangeOf&& range_of) const {
