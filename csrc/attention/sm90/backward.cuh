@@ -2,24 +2,23 @@
 // Gradients of attention on Hopper, by products of warpgroups and tensor copies. sm80/backward.cuh
 // has the formulas.
 //
-// Of a block one warp only copies. Two warpgroups have 64 keys each. Scores are transposed, so that
-// weights and gradients of scores multiply gradients of outputs and queries from registers. For dQ
-// the gradients of scores lie in shared memory, too. Each warpgroup makes 64 x 64 elements of dQ
-// from all keys, and a tensor copy adds them to the sums in global memory.
+// One warp of a block copies. Two warpgroups have 64 keys each. Scores are transposed, so that
+// products multiply weights and gradients of scores from registers with gradients of outputs and
+// queries. dQ needs the gradients of scores in shared memory. Each warpgroup makes 64 x 64 elements
+// of dQ from all keys, and a tensor copy adds them to the sums in global memory.
 //
-// Gradients of scores lie as the bias does, queries in rows, and take its place there: a warp
-// writes where it alone has read. So the tile is that of the bias's gradient, too.
+// Gradients of scores take the place of the bias, with queries in rows: a warp writes only where it
+// alone has read. So the same tile serves the gradient of the bias.
 //
-// The warps of the copying warpgroup that would be idle take part in the gradient of a dense bias.
-// They clear it where no tile is. Where batches share it, and a cluster of blocks has one of them
-// each, each block sums some rows of a tile, part by part as the others send it theirs. Else they
-// add to it.
+// The other warps of the copying warpgroup make the gradient of a dense bias. They clear it where
+// no tile is. If a cluster of blocks has one of the batches that share the bias each, each block
+// sums some rows of a tile, part by part as the others send theirs. Else they add to it by atomics.
 //
-// With a relative bias another warp of the copying warpgroup fills in its entries for a tile. All
-// four of them sum the gradients of scores along diagonals, while the next tile runs.
+// With a relative bias one of them fills in its entries for a tile. All four warps sum the
+// gradients of scores along diagonals while the next tile runs.
 //
-// With dropout and 128 queries in a tile, a warpgroup makes bits of what is kept of the next tile
-// while the products for dQ and dK run, which it would wait for.
+// With dropout and 128 queries in a tile, a warpgroup makes the dropout bits of the next tile while
+// the products for dQ and dK run.
 
 #include "backward/block.cuh"
 #include "backward/copy.cuh"

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   };
   if (warpgroup == kWarpgroups - 1) pass_to_next();
 
-  // Loaded once: else each tile would wait for it.
+  // Loaded once. Otherwise each tile would wait for it.
   const uint64_t seed = kIsUnmasked ? 0 : Dropping<false>::seed(params);
   int number;
   for (int done = 0; Roles::may_come(work, memory.queries_are_there(), done, number);
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const Queries queries = Roles::queries_of(params, work, assigned);
     const int head = queries.head_of(warpgroup), group_query = queries.query_of(params, warpgroup);
     const int warp_query = group_query + 16 * warp_in_group;
-    // By length, window and range: of these keys all queries of the warpgroup see all; and these
-    // some see, none where it has no queries.
+    // By length, window and range: the keys that all queries of the warpgroup see, and the keys
+    // that some of them see. Both are empty without queries.
     int all_visible_begin = 0, all_visible_end = 0;
     KeyRange seen{0, 0};
     if constexpr (!kIsUnmasked) {
@@ -128,10 +128,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       start_sum_of_products<T>(output[0], weights, b);
       end_products();
     };
-    // Where registers have room, the tile of a bias is loaded while products run, and given back at
-    // once. Else the rows of a half are loaded when logits are made of them, and the tile waits
-    // until the warp has voted on the largest ones, which takes no registers: all lanes have read
-    // theirs.
+    // If registers have room, a tile of the bias is loaded while products run, and its place is
+    // released at once. Else each half of the rows is loaded when its logits are made. Then the
+    // tile is released after the vote of the warp on the largest logits: all lanes have read theirs
+    // by then, and it takes no registers.
     constexpr bool kLoadsBiasAhead = kHasTile && Memory::kBiasStages == 1;
     [[maybe_unused]] Pack<T> bias[2][kN / 4];
     const auto wait_for_bias = [&](const Tiles& tiles) {
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       wait_for_loads(words);
       release(memory.bias_is_used(stage, warpgroup));
     };
-    // Makes logits of products, of a half of the rows.
+    // Turns products of a half of the rows into logits.
     const auto add_bias_of = [&](const Tiles& tiles, int half) {
       if constexpr (!kLoadsBiasAhead)
         load_bias(half == 0 ? wait_for_bias(tiles) : tiles.step % Memory::kBiasStages, half);
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
-    // Products leave shared memory little time for others. So three warpgroups load the first
-    // entries of a table while they run, too.
+    // Products leave little of the bandwidth of shared memory. So three warpgroups load the first
+    // entries of a table while products run.
     constexpr bool kLoadsPairsAhead = Memory::kIsTable && kWarpgroups > 2;
     [[maybe_unused]] DiagonalPairs<kN, kIsUnmasked ? 6 : 4> pairs;
     const auto load_pairs_ahead = [&](const Tiles& tiles) {
@@ -194,8 +194,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         add_bias_of(tiles, 1);
       }
     };
-    // Of a tile the bits of this lane's rows that the mask excludes, on their way while products
-    // run.
+    // Loads the bits that the mask excludes of this lane's rows of a tile, while products run.
     constexpr int kMaskWords = kKeys / 32;
     [[maybe_unused]] uint32_t masked[2][kMaskWords];
     const auto load_masked = [&](const Tiles& tiles) {
@@ -241,7 +240,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
       return is_cut || tiles.may_exclude();
     };
-    // Scores become weights, and what was summed before is scaled; `finish_output` waits for it.
+    // Turns scores into weights, and scales the earlier sums, after finish_output has waited for
+    // them.
     const auto weigh = [&]<bool kIsFirst>(const Tiles& tiles, bool excludes,
                                           Excluded<1, kN>& excluded, auto&& finish_output) {
       release(memory.keys_are_used(tiles.step % kStages));
@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         release_bias();
         if constexpr (kHasRoom) {
           finish_output();
-          // There are keys, which the compiler does not know: else it would have the next weights
-          // in the same registers, and products would wait for each other.
+          // There are keys, so this is 0. The compiler does not know it. Otherwise it would put the
+          // next weights into the same registers, and products would wait for each other.
           const uint32_t nothing = params.keys < 0;
 #pragma unroll
           for (int i = 0; i < 4 * kSteps; ++i)
@@ -327,14 +327,14 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const auto read_step = [&] {
       if constexpr (!kIsUnmasked) tiles.read(Memory::step(shared_memory, tiles.step % kStages));
     };
-    // All lanes have waited: of a barrier that went on without a lane, that lane would wait for
-    // ever. And all have read what is assigned.
+    // All lanes have waited before the release: a barrier that goes on without a lane would leave
+    // that lane waiting for ever. And all lanes have read what is assigned.
     const auto release_by_all = [&](Barrier used) {
       __syncwarp();
       release(used);
     };
-    // Goes past tiles that other warpgroups alone see, up to a key. They are there before it lets
-    // go of them: else it would do so twice before others have once.
+    // Skips tiles up to a key, which only other warpgroups see. It waits for them before it
+    // releases them: otherwise it could release one twice before others have released it once.
     const auto pass_tiles = [&](int until) {
       for (; tiles.are_left() && tiles.key < until; advance()) {
         const uint32_t stage = tiles.step % kStages;
@@ -353,15 +353,15 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
     };
     pass_tiles(seen.begin - kKeys + 1);
-    // The compiler does not see that all lanes take the same steps: see go_to.
+    // All lanes take the same steps, which the compiler does not see: see go_to.
     const auto step_of = [](const Tiles& tiles) {
       return kIsUnmasked ? tiles.step : uniform(tiles.step);
     };
     const auto is_cut = [&] {
       return tiles.key < all_visible_begin || tiles.key > all_visible_end;
     };
-    // The next queries take the place of the results of the tile before, which are on their way, or
-    // of those of this tile.
+    // The next queries take the place of results: of the tile before, which are still being copied,
+    // or of this tile.
     const auto wait_for_copy_of_results = [&] {
       if (lane == 0) wait_for_reads_of_stores();
     };
@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
 
     const int64_t first_row = params.row_index(queries.batch, head, warp_query);
     if (params.parts != nullptr) {
-      // Found anew: it would take a register of the products.
+      // Computed again: kept, it would take a register of the products.
       const int again = kIsUnmasked ? work.number() : number;
       const TileOfQueries anew(params, kQueries, static_cast<int>(unknown(again)));
       store_parts(params, anew.split, first_row + mine.row, warp_query + mine.row, output[0],

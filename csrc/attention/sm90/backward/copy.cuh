@@ -65,7 +65,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::c
                         there);
   };
   if constexpr (kHasTable) {
-    // All warps sum a tile when they have begun to copy the one after the next.
+    // All warps sum a tile when they have started to copy the second tile after it.
     const int warp = static_cast<int>(uniform(threadIdx.x / 32));
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const typename Memory::DiagonalSums sums{
@@ -73,7 +73,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::c
     if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
     const auto sync = [] { sync_warps<kWarpgroups + 2, Memory::kSummingWarps>(); };
     auto summed = tiles;
-    // Tiles that are copied, and summed.
+    // Counts the tiles that are copied, and those that are summed.
     for (int step = 0, done = 0;;) {
       const int stage = step % kStages;
       if (tiles.are_left()) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::c
                           first_key + 64 * i, query, bias_head, bias_batch);
     }
   }
-  // A block ends when no other arrives at its barriers any more.
+  // A block must not end while others arrive at its barriers.
   if constexpr (kHasTile) {
     for (int last = step + 2; bias_sums.is_in_cluster && step < last; ++step)
       memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);

@@ -9,7 +9,7 @@
 
 namespace megasoftmax {
 
-// Which row of the gradient of a bias the first query of a batch and head has.
+// The row of the gradient of a bias that the first query of a batch and head has.
 __device__ __forceinline__ int64_t row_of_bias_gradient(const AttentionBackwardParams& params,
                                                         int batch, int head) {
   int bias_batch, bias_head;
@@ -19,8 +19,8 @@ __device__ __forceinline__ int64_t row_of_bias_gradient(const AttentionBackwardP
   return int64_t{bias_batch * bias_heads + bias_head} * params.queries;
 }
 
-// Adds gradients of scores, a tile in shared memory, to those of a bias that several share, from
-// row `first_row` on, by the warps that would be idle: each takes rows of 128 keys.
+// Adds a tile of gradients of scores in shared memory to the gradient of a shared bias, from row
+// `first_row` on. Each of the warps takes rows of 128 keys.
 template <class T, class Memory>
 __device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardParams& params,
                                                      const char* panels, int64_t first_row,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardPara
   }
 }
 
-// The part of a lane in the gradient of a bias: 8 of the 128 keys of a block, in every second row
+// What a lane writes of the gradient of a bias: 8 of the 128 keys of a block, in every second row
 // of its warp.
 template <class T>
 struct PartOfRows {
@@ -47,7 +47,7 @@ struct PartOfRows {
 
   __device__ PartOfRows()
       : chunk(thread_index_anew() % kLanes), row(thread_index_anew() % 32 / kLanes) {}
-  // In the row of the gradient with this number; null beyond the keys.
+  // The place of a lane in a row of the gradient, or null beyond the keys.
   __device__ Pack<T>* in_gradient(const AttentionBackwardParams& params, int64_t number,
                                   int first_key) const {
     const int key = first_key + 8 * chunk;
@@ -57,8 +57,7 @@ struct PartOfRows {
   }
 };
 
-// Clears rows of the gradient of a bias, from `begin` to `end` after `first_row`, by warp number
-// `warp` of so many.
+// Clears rows [begin, end) after `first_row` of the gradient of a bias, by warp `warp` of `warps`.
 template <class T>
 __device__ __forceinline__ void clear_bias_gradient(const AttentionBackwardParams& params,
                                                     int64_t first_row, int begin, int end,
@@ -75,7 +74,7 @@ __device__ __forceinline__ void clear_bias_gradient(const AttentionBackwardParam
   }
 }
 
-// Sums over the kBlocks blocks of a cluster of gradients of scores, this block's rows of a tile, by
+// Sums gradients of scores over the kBlocks blocks of a cluster, this block's rows of a tile, by
 // two warps. A lane has 4 keys of each 64, in every fourth row.
 template <class T, int kBlocks, class Memory>
 struct SumsOverBlocks {
@@ -93,9 +92,9 @@ struct SumsOverBlocks {
     key = sixteenth * 4;
     offset = row * 128 + (sixteenth / 2 ^ row) * 16 + sixteenth % 2 * 8;
   }
-  // Stores those of a step to the gradient, of which this lane's part begins at `to`, and which has
-  // so many rows and keys from this block's first on. A part is summed as soon as the others have
-  // sent it, always in the same order.
+  // Stores the sums of a step. This lane's part of the gradient begins at `to`. `rows` and `keys`
+  // remain from this block's first on. A part is summed as soon as the other blocks have sent it,
+  // always in the same order.
   __device__ __forceinline__ void store(T* to, int64_t pitch, int rows, int keys, int block,
                                         int step) const {
     constexpr int kAtATime = std::min(kBlocks, 4);
@@ -103,7 +102,7 @@ struct SumsOverBlocks {
     for (int part = 0; part < Memory::kSentParts; ++part) {
       const int panel_key = part % Memory::kScorePanels * 64;
       const int begin = part / Memory::kScorePanels * kPartRows;
-      // 4 rows further chunks are swapped.
+      // 4 rows further the swizzle differs.
       const uint32_t turned = offset ^ begin % 8 * 16;
       const uint32_t own = memory.own_part(step % 2, block, kRows, part);
       const uint32_t sent = memory.sent_part(0, kBlocks - 1, kRows, part);
@@ -179,7 +178,7 @@ HopperBackward<T, kBias, kIsUnmasked, kIndex>::make_dense_bias_gradient(
         memory.sent_is_used(part).wait((step & 1) ^ 1);
         const Barrier there = memory.sent_is_there(part);
         if (lane == 0) there.arrive_and_expect((bias_sums.cluster - 1) * bytes);
-        // To the next one first, so that not all send to the same one at a time.
+        // Each block sends to the next one first, so that not all send to one block at a time.
         const int to = (block + 1 + lane) & (bias_sums.cluster - 1);
         if (lane < bias_sums.cluster - 1)
           start_copy_to_block(
@@ -188,7 +187,7 @@ HopperBackward<T, kBias, kIsUnmasked, kIndex>::make_dense_bias_gradient(
         __syncwarp();
       }
     }
-    // A block ends when no other arrives at its barriers any more.
+    // A block must not end while others arrive at its barriers.
     for (int part = 0; part < Memory::kSentParts; ++part)
       memory.sent_is_used(part).wait((step & 1) ^ 1);
   } else if (bias_sums.is_in_cluster) {
@@ -209,7 +208,7 @@ HopperBackward<T, kBias, kIsUnmasked, kIndex>::make_dense_bias_gradient(
     if (bias_sums.cluster == 4) store.template operator()<4>();
     if (bias_sums.cluster == 8) store.template operator()<8>();
   }
-  // What no tile writes is cleared. Heads share no gradient.
+  // Clears rows without a tile. Heads share no gradient here.
   const int heads = static_cast<int>(params.heads_per_key_head.divisor);
   int head = key_head * heads;
   const auto clear = [&](int begin, int end) {

@@ -8,15 +8,15 @@
 
 namespace megasoftmax {
 
-// Sums along diagonals of tiles of gradients of scores, which lie as products read them, by the
-// warps of a warpgroup. First blocks of 8 x 8 gradients that lie diagonally behind each other are
-// added up, by products with ones; then the diagonals of these sums.
+// Sums tiles of gradients of scores along diagonals, by the warps of a warpgroup. The tiles are
+// swizzled for products. First, products with ones add up blocks of 8 x 8 gradients that lie on a
+// diagonal of blocks. Then the diagonals of these sums are added up.
 template <int kKeys, int kQueries>
 struct SumsOfDiagonals {
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kKeyBlocks = kKeys / 8, kQueryBlocks = kQueries / 8;
-  // Sums are followed and led by a block of zeros. Of a block 8 rows, and space: so a thread each
-  // for neighbouring diagonals reads another bank.
+  // A block of zeros precedes and follows the sums. A block has 8 rows and padding, so that threads
+  // of neighbouring diagonals read different banks.
   static constexpr int kBlocks = kKeyBlocks + kQueryBlocks + 1, kPitch = 72;
   static constexpr int kBytes = kBlocks * kPitch * 4;
   static constexpr int kPanelBytes = kQueries * 128;
@@ -25,20 +25,20 @@ struct SumsOfDiagonals {
   float* sums;
 
   __device__ static int thread() { return thread_index_anew() % kThreads; }
-  // For all warps, when they have met.
+  // Called by all warps after a barrier.
   __device__ void clear() const {
     const int thread = this->thread();
     if (thread < kPitch) sums[thread] = sums[(kBlocks - 1) * kPitch + thread] = 0.f;
   }
-  // The diagonals of a tile of keys and all queries. A thread clears those that it adds to, so that
-  // nothing else orders the two.
+  // Clears the diagonals of a tile of keys and all queries. A thread clears those that it adds to
+  // later, so that no barrier is needed.
   __device__ static void clear(float* diagonals, int queries) {
     for (int i = (thread() + queries + kThreads - kQueries) % kThreads; i < kKeys - 1 + queries;
          i += kThreads)
       diagonals[i] = 0.f;
   }
-  // Four blocks at a time. Behind the last key comes the first one again: up to there the keys of a
-  // block are `first` eights after its queries, then 16 less.
+  // Adds up four blocks at a time. After the last key the first one follows: up to there the keys
+  // of a block are `first` eights after its queries, then 16 eights less.
   template <class T>
   __device__ __forceinline__ void add_blocks(uint32_t scores) const {
     constexpr int kFours = kQueryBlocks / 4;
@@ -58,7 +58,7 @@ struct SumsOfDiagonals {
           const uint32_t chunk = (4 * (four + j) + i + block) % 16;
           uint32_t from =
               first_of_row + j * 4096 + chunk / 8 * kPanelBytes + (chunk % 8 ^ row) * 16;
-          // The keys end among these blocks.
+          // The last key is in these blocks.
           if (four + j == 3 && (i + block >= 4) != is_behind) from = zeros;
           load_matrices(loaded[j], from);
         }
@@ -73,9 +73,8 @@ struct SumsOfDiagonals {
       if (4 - four <= kFours) add(3 - four, kFours, first - 16, true);
     }
   }
-  // Adds them to `diagonals`, of which that of the tile's first query and key is number
-  // `queries - 1 - query`. Each of those always gets its sums from the same thread, and so in the
-  // same order.
+  // Adds the sums to `diagonals`. The diagonal of the tile's first query and key is number `queries
+  // - 1 - query`. The same thread always adds to a diagonal, and so in the same order.
   template <class T>
   __device__ __forceinline__ void add_to(float* diagonals, int queries, int query,
                                          uint32_t scores) const {
@@ -90,14 +89,15 @@ struct SumsOfDiagonals {
       float sum = 0.f;
 #pragma unroll
       for (int row = 0; row < 8; ++row) sum += (row + offset < 8 ? block : next_block)[row * 9];
-      // Products spread what is not finite to neighbours in its row.
+      // A gradient that is not finite spreads to its row in a product, so such diagonals are summed
+      // again.
       if (!(fabsf(sum) < INFINITY)) sum = sum_of<T>(scores, distance);
       add_to_global(diagonals + number, sum);
     }
   }
 
  private:
-  // Of one diagonal, gradient by gradient.
+  // Sums one diagonal, gradient by gradient.
   template <class T>
   __device__ static float sum_of(uint32_t scores, int distance) {
     float sum = 0.f;

@@ -12,14 +12,14 @@
 
 namespace megasoftmax {
 
-// Boxes of 64 columns: of the queries of a tile, and of the keys. Of sums 64 rows and 32 columns.
-// Of the bias and its dense gradient the queries of a tile and 64 keys.
+// Maps of boxes of 64 columns: the queries of a tile, and the keys. Sums have boxes of 64 rows and
+// 32 columns. The bias and its dense gradient have boxes of the queries of a tile and 64 keys.
 struct BackwardTensorMaps {
   CUtensorMap query, key, value, output_gradient, query_gradient_sum, bias, bias_gradient;
 };
 
-// How warps beside the products sum the gradient of a bias: they add to it, in any order or with
-// the other blocks of a cluster in a fixed one, or sum it along diagonals.
+// How warps beside the products sum the gradient of a bias: they add to it by atomics, sum it with
+// the other blocks of a cluster in a fixed order, or sum it along diagonals.
 template <HopperBias kBias>
 struct BiasGradientSums {
   const bool is_added, is_in_cluster, has_diagonals;
@@ -51,12 +51,12 @@ struct HopperBackwardMemory {
   static_assert(shares_registers(kTile));
   static_assert(kPanels * kQueryPanels == kWarpgroups);  // 64 x 64 elements of dQ for each
 
-  // Keys; values; queries and gradients of outputs of each stage; the bias, then gradients of
-  // scores, of two steps, in panels of 64 keys; sums of each warpgroup; rows of each stage; what
-  // the mask excludes, and what queries see by range, of each stage; what a table gives each stage,
-  // and sums for its gradient; bits of each warpgroup for dropout; barriers. Clusters have no mask:
-  // what a tile of the bias has from other blocks lies in its place. At the end results of each
-  // warpgroup lie where its sums did.
+  // In this order: keys; values; queries and gradients of outputs of each stage; for two steps the
+  // bias, later gradients of scores, in panels of 64 keys; sums of each warpgroup; rows of each
+  // stage; what the mask excludes, and what queries see by range, of each stage; the table of each
+  // stage, and sums for its gradient; bits of each warpgroup for dropout; barriers. Clusters have
+  // no mask: its place has what other blocks send. At the end the results of each warpgroup take
+  // the place of its sums.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
@@ -79,7 +79,7 @@ struct HopperBackwardMemory {
   static constexpr int kMaskedTileBytes = BlockMaskLayout::kWordsOfTile * 4;
   static constexpr int kMaskedPanelBytes = kQueryPanels * kMaskedTileBytes;  // of 64 keys
   static constexpr int kMaskedBytes = kWarpgroups * kMaskedPanelBytes;
-  // Of each panel of queries the range that all see, then that of each query.
+  // For each panel of queries the range that all see, then the range of each query.
   static constexpr int kRangesAt = kMaskedAt + kStages * kMaskedBytes;
   static constexpr int kRangesBytes = (2 + kQueries) * 8;
   static constexpr int kDiagonalsAt = kRangesAt + kStages * kRangesBytes;
@@ -88,11 +88,11 @@ struct HopperBackwardMemory {
   static constexpr int kSentBytes = kScoreBytes / kMaxBiasCluster * (kMaxBiasCluster - 1);
   static_assert(kSentBytes >= kDiagonalsAt - kMaskedAt && kQueryPanels <= 2);
   static_assert(kQueries % (8 * kMaxBiasCluster) == 0);  // swizzled alike
-  // Parts of what blocks send each other: 64 keys of half of the rows that a block sums. The next
-  // step's part is sent as soon as all have summed this one, while they sum the others.
+  // Blocks send each other parts: 64 keys of half of the rows that a block sums. The part of the
+  // next step is sent as soon as all have summed this one, while they sum the others.
   static constexpr int kSentParts = kBias == HopperBias::kTile ? 2 * kScorePanels : 0;
-  // In a tile of 64 queries bits would be ready after the products: each warp makes those of its
-  // own weights.
+  // In a tile of 64 queries the bits would be ready after the products, so each warp makes the bits
+  // of its own weights.
   static constexpr bool kExchangesBits = kQueries == KeptBits::kQueries;
   static constexpr int kBitsAt = kBias == HopperBias::kTable
                                      ? kDiagonalSumsAt + DiagonalSums::kBytes
@@ -104,9 +104,9 @@ struct HopperBackwardMemory {
   static constexpr int kBytes =
       kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6 + 2 * kSentParts));
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
-  // Those of the gradient of a bias.
+  // Warps that sum the gradient of a bias.
   static constexpr int kSummingWarps = kBias == HopperBias::kTable ? DiagonalSums::kWarps : 3;
-  // In a cluster one of them sends what others sum.
+  // In a cluster two of them store sums, and one sends what others sum.
   static constexpr int kStoringWarps = 2;
 
   uint32_t address;
@@ -136,8 +136,8 @@ struct HopperBackwardMemory {
   __device__ uint32_t sums(int warpgroup) const {
     return address + kSumsAt + warpgroup * kSumBytes;
   }
-  // Of a block that sums `rows` rows: a part of its own gradients of scores, and what this number
-  // of the other blocks sends of it.
+  // A part of this block's gradients of scores, which block `block` sums, `rows` rows each; and the
+  // place of what another block sends of a part.
   __device__ uint32_t own_part(int buffer, int block, int rows, int part) const {
     return scores(buffer) + part % kScorePanels * kScorePanelBytes +
            (block * rows + part / kScorePanels * rows / 2) * 128;
@@ -168,7 +168,7 @@ struct HopperBackwardMemory {
     return barrier(kBiasBarrier + 6 + kSentParts + part);
   }
 
-  // By one thread, before the others use the barriers.
+  // Called by one thread before others use the barriers.
   __device__ void init_barriers(const BiasGradientSums<kBias>& sums) const {
     keys_are_there().init(1);
     for (int stage = 0; stage < kStages; ++stage) {

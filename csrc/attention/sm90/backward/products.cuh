@@ -29,18 +29,19 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
   const bool is_first_of_group = threadIdx.x % 128 == 0;
   const int group_key = first_key + 64 * warpgroup;
   const int warp_key = group_key + 16 * warp_in_group;
-  // Its 64 queries and columns of dQ.
+  // The 64 queries and columns of dQ that this warpgroup makes.
   const int query_panel = warpgroup % Memory::kQueryPanels;
   const int column_panel = warpgroup / Memory::kQueryPanels;
   char* const sums = shared_memory + Memory::kSumsAt + warpgroup * Memory::kSumBytes;
 
   float key_gradient[kDim / 8][4] = {}, value_gradient[Memory::kValueDim / 8][4] = {};
   float weights[kN][4], gradients[kN][4];
-  // Weights are multiplied as soon as they are there, where registers allow it.
+  // Weights are multiplied at once, if registers allow it.
   constexpr bool kIsEarly = kQueries <= 64 && (kDim < 128 || Memory::kTile.registers > 232);
   uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
 
-  // Products of this warpgroup's keys with queries, and of its values with gradients of outputs.
+  // Starts products of this warpgroup's keys with queries, and of its values with gradients of
+  // outputs.
   const auto start_scores = [&](uint32_t queries) {
     const uint32_t keys = memory.keys() + warpgroup * 64 * 128;
     begin_products();
@@ -79,8 +80,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
     end_products();
   };
   ExcludedOfTile<kQueries, kIsUnmasked> excluding(params, batch, group_key, warp_key);
-  // Where all queries share the bits of a key, each warp writes those of its keys for all tiles of
-  // a head.
+  // If all queries share the bits of a key, each warp writes the bits of its keys once for all
+  // tiles of a head.
   const bool shares_bits =
       !kIsUnmasked && excluding.has_bits() && !params.block_mask.layout.has_bits_by_key();
   [[maybe_unused]] int head_of_bits = -1;
@@ -97,7 +98,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
     head_of_bits = head;
     __syncwarp();
   };
-  // From this lane's first column on.
+  // The rows of a stage, from this lane's first column on.
   const auto rows_of = [&](int stage) {
     return reinterpret_cast<const RowOfBackward*>(shared_memory + Memory::kRowsAt +
                                                   stage * Memory::kRowBytes) +
@@ -108,8 +109,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
   const auto panel_of = [&](int buffer) {
     return Panel{memory.scores(buffer) + warpgroup * Memory::kScorePanelBytes};
   };
-  // Which weights dropout keeps. The bits of a tile are read before the warpgroups meet, those of
-  // the next one are written after that.
+  // Which weights dropout keeps. The bits of a tile are read before the warpgroups meet, and those
+  // of the next tile are written after that.
   const bool exchanges_bits = Memory::kExchangesBits && !kIsUnmasked && params.dropout.is_given();
   [[maybe_unused]] KeptBits::OfLane kept;
   const auto make_bits = [&] {
@@ -117,15 +118,15 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
       memory.bits(warpgroup).make(Dropping<true>(params, batch, tiles.head), tiles.query, group_key,
                                   warp_in_group);
   };
-  // Products leave shared memory little time for others. So numbers of the first eights of rows are
-  // loaded while products run whose results need them, where registers have room.
+  // Products leave little of the bandwidth of shared memory. So the rows of the first columns are
+  // loaded while products run, if registers have room.
   constexpr int kEightsAhead = kBias != HopperBias::kNone ? 0 : kIsUnmasked ? 8 : 4;
   float2 rows_ahead[std::max(2 * kEightsAhead, 1)], deltas_ahead[std::max(kEightsAhead, 1)];
   const auto row_at = [](const RowOfBackward* rows, int column) {
     const RowOfBackward& row = rows[column_offset(column / 2, column)];
     return float2{row.max, row.log2_sum};
   };
-  // Of two neighbours.
+  // The deltas of two neighbouring queries.
   const auto deltas_at = [](const RowOfBackward* rows, int n) {
     const RowOfBackward& row = rows[column_offset(n, 0)];
     return float2{row.delta, row.next_delta};
@@ -141,7 +142,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
 #pragma unroll
     for (int n = 0; n < kEightsAhead; ++n) deltas_ahead[n] = deltas_at(rows, n);
   };
-  // Scores become weights; negative where dropout drops them.
+  // Turns scores into weights. Dropped weights become negative.
   const auto weigh = [&](int stage, int step, int head, int query) {
     if constexpr (kHasTile) {
       memory.bias_is_there(step % 2).wait(step / 2 & 1);
@@ -189,10 +190,10 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
       as_matrix_a<T, !kIsUnmasked>(rounded_weights[step], weights, step);
     start_value_gradient(memory.gradients(stage));
   };
-  // Gradients of weights become those of scores.
+  // Turns gradients of weights into gradients of scores.
   const auto find_score_gradients_of = [&](int stage) {
     const RowOfBackward* const rows = rows_of(stage);
-    // Not 0 where a delta is not finite; or also, with a mask or ranges, a gradient.
+    // Not 0 if a delta is not finite, or, with a mask or ranges, a gradient.
     float check = 0.f;
     with_dropout<kIsUnmasked>(params, [&]<bool kMayDrop>() {
 #pragma unroll
@@ -217,7 +218,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
       }
     }
   };
-  // To where products of both warpgroups find them.
+  // Writes gradients of scores to where products of both warpgroups read them.
   const auto share_gradients = [&](int buffer) {
     const uint32_t first = FragmentsAcross<Panel>(panel_of(buffer), 0).address ^ warp_in_group * 32;
 #pragma unroll
@@ -281,7 +282,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
     share_gradients(step % 2);
     publish_writes();
     if (is_first_of_group) wait_for_reads_of_stores();
-    // Gradients of all scores are there. The step before is done, so that the other buffer is free.
+    // All gradients of scores are there. All are done with the step before, so its buffer is free.
     sync_warpgroups<kWarpgroups>();
     if constexpr (kHasTile) {
       if (step > 0 && warpgroup == 0 && is_first_of_group)
@@ -340,7 +341,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
     end_turn();
   }
   sync_warpgroup(warpgroup);
-  // Both in the same rows of a tile, so that a warp writes where it alone has written.
+  // Both results take the same rows of a tile, so that a warp overwrites only what it wrote.
   using Rows = Tile<T, 64, 64 * Memory::kPanels>;
   const auto store = [&]<int kColumns>(const float (&results)[kColumns][4], float factor,
                                        const Strided& tensor, int width) {

@@ -12,8 +12,7 @@ namespace megasoftmax {
 __device__ __forceinline__ void store_sums(char* panel, const float (&results)[8][4], int side) {
   const FirstElement mine;
   const int warp = thread_index_anew() / 32 % 4;
-  // Every second row has columns 16 further, or before, at a time: else two rows would meet in one
-  // bank.
+  // Odd rows take columns in another order, 16 apart. Otherwise two rows would meet in one bank.
   const bool is_odd = mine.row % 2 != 0;
   const int chunk = (is_odd ? 4 : 0) ^ mine.column / 4 ^ mine.row;
   const int first = (warp * 16 + mine.row) * 128 + chunk * 16 + mine.column % 4 * 4;
@@ -31,7 +30,7 @@ __device__ __forceinline__ void store_sums(char* panel, const float (&results)[8
   }
 }
 
-// By one thread: starts to copy the keys and values of a block.
+// Starts to copy the keys and values of a block. Called by one thread.
 template <class Memory>
 __device__ __forceinline__ void start_copy_of_keys(const Memory& memory,
                                                    const BackwardTensorMaps& maps, int first_key,
@@ -44,7 +43,7 @@ __device__ __forceinline__ void start_copy_of_keys(const Memory& memory,
                                              first_key, key_head, batch);
 }
 
-// Of a weight, which is negative where dropout drops it, and of its gradient.
+// The gradient of a score from a weight, which is negative if dropout drops it, and its gradient.
 template <bool kMayDrop>
 __device__ __forceinline__ float score_gradient(float gradient, float weight, float delta,
                                                 float dropout_factor) {

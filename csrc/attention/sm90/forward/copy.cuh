@@ -19,8 +19,8 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsUnmasked, kIndex>::co
   extern __shared__ __align__(1024) char shared_memory[];
   const bool is_first = threadIdx.x % 32 == 0;
   uint32_t number = blockIdx.x;
-  // Tells the others the number of a tile. What was assigned two tiles before is not needed any
-  // more.
+  // Tells the other warps the number of a tile. The place held the tile assigned two tiles before,
+  // which is not needed any more.
   const auto assign = [&](int done) {
     if (!is_first) return;
     Memory::assignment(shared_memory, done).number =
@@ -72,11 +72,11 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsUnmasked, kIndex>::co
                             bias_batch);
       }
     };
-    // In the order in which there is room: keys, then the values of the step before, or, of the
-    // first step, the queries, if those of the tile before have their place. The next tile is
-    // taken as late as it is found in time, so that all blocks end at about the same. Its number
-    // is on the way while room is waited for. It is assigned in the place of the tile before,
-    // when all are done with that.
+    // In the order in which room becomes free: keys, then the values of the step before. In the
+    // first step the queries come instead of values, unless they have a stage of their own. The
+    // next tile is taken as late as possible, so that all blocks end at about the same time. Its
+    // number is loaded while the warp waits for room. It is assigned in the place of the tile
+    // before, when all warps are done with that.
     int key_before = 0;
     for (bool begins = true;; begins = false) {
       const uint32_t step = tiles.step;

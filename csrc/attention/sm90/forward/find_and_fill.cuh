@@ -1,6 +1,6 @@
 #pragma once
-// Warps of Hopper's forward that find what the next tile of queries sees, where masks, ranges or
-// dropout are given, and that fill in entries of a relative bias.
+// Warps of the copying warpgroup of Hopper's forward. With a mask, ranges or dropout they find what
+// the next tile of queries sees. With a relative bias they fill in its entries.
 
 #include "block.cuh"
 

@@ -12,15 +12,15 @@
 
 namespace megasoftmax {
 
-// Boxes of 64 columns: of 64 queries, and of the keys of a tile. Of the bias 64 queries and keys.
-// Of the output the 16 queries of a warp.
+// Maps of boxes of 64 columns: 64 queries, the keys of a tile, 64 queries of the bias, and of the
+// output the 16 queries of a warp.
 struct TensorMaps {
   CUtensorMap query, key, value, bias, output;
 };
 
-// What a block tells its warps of a tile of queries that it takes, and what they see by length,
-// window and range: each query; of each 64 queries the keys between the first and the last that one
-// sees, and the keys that all of them see.
+// A tile of queries as the block tells it its warps, and the keys that it sees by length, window
+// and range: for each query; for each 64 queries the keys from the first to the last that one of
+// them sees, and the keys that all of them see.
 template <int kQueries>
 struct AssignedTile {
   static constexpr int kGroups = kQueries / 64;
@@ -30,7 +30,7 @@ struct AssignedTile {
   TileOfQueries block;
   alignas(8) KeyRange seen[kGroups], whole[kGroups], rows[kQueries];
 
-  // Of 64 queries, by the lanes of a warp.
+  // Finds the ranges of 64 queries, by the lanes of a warp.
   __device__ void find(const AttentionParams& params, const TileOfQueries& tile, int group) {
     const int lane = thread_index_anew() % 32;
     const int first_row = group * 64 + lane;
@@ -69,7 +69,7 @@ struct AssignedTile {
       whole[group] = {whole_first, whole_end};
     }
   }
-  // The first key from `key` on between those that some 64 queries see; INT32_MAX if none is left.
+  // The first key from `key` on in the range of some 64 queries, or INT32_MAX.
   __device__ int next(int key) const {
     int found = INT32_MAX;
 #pragma unroll
@@ -88,8 +88,8 @@ struct AssignedTile {
   }
 };
 
-// In place of a key that is not there; beyond all keys, and a multiple of 64 as the first keys of
-// steps.
+// Stands for a key that is not there. It lies beyond all keys, and is a multiple of 64, as first
+// keys of steps are.
 inline constexpr int kNoKey = INT32_MAX / 64 * 64;
 static_assert(kNoKey > kMaxPositions);
 
@@ -105,8 +105,9 @@ struct HopperMemory {
   static_assert(kDim % 16 == 0 && kValueDim % 16 == 0 && kQueries % kMaskTile == 0);
   static_assert(kKeys == kMaskTile || kKeys == 2 * kMaskTile);
 
-  // Queries of each stage and warpgroup, and later their results; keys, values of each stage; the
-  // bias of each stage and warpgroup, of a table that of each stage; barriers.
+  // In this order: queries of each stage and warpgroup, whose place later has their results; keys
+  // of each stage; values of each stage; the bias of each stage and warpgroup, or the table of each
+  // stage; barriers; assigned tiles; steps.
   static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kPanelBytes;
@@ -149,8 +150,8 @@ struct HopperMemory {
   __device__ static Assignment& assignment(char* memory, int number) {
     return reinterpret_cast<Assignment*>(memory + kAssignmentsAt)[number % 2];
   }
-  // Of the keys of a stage: the key of the next step, and whether a mask excludes some of them, see
-  // FollowedTiles.
+  // What a step of a stage's keys is told: the key of the next step, and whether a mask excludes
+  // some keys. See FollowedTiles.
   __device__ static int& step(char* memory, int stage) {
     return reinterpret_cast<int*>(memory + kStepsAt)[stage];
   }
@@ -181,13 +182,14 @@ struct HopperMemory {
   __device__ Barrier bias_is_used(int stage, int warpgroup) const {
     return barrier(kBiasBarrier + 2 * bias_tile(stage, warpgroup) + 1);
   }
-  // By one thread, before the others use the barriers.
+  // Called by one thread before others use the barriers.
   __device__ void init_barriers(bool is_unmasked) const {
     tile_is_assigned().init(1);
     ranges_are_there().init(kFinders);
     queries_are_there().init(is_unmasked ? 1 : 2);  // and what is assigned is known
     queries_are_used().init(4 * kWarpgroups);
-    // And the copying warp: a tile without keys is not done before it has waited for the last one.
+    // The copying warp arrives too: a tile without keys is not done before it has waited for the
+    // last one.
     tile_is_done().init(1 + 4 * kWarpgroups + (kIsTable ? kFillers : 0));
     for (int stage = 0; stage < kStages; ++stage) {
       keys_are_there(stage).init(1);

@@ -88,15 +88,15 @@ class TilesOfBlock {
     }
     ++step;
   }
-  // By mask.
+  // Whether the mask may exclude a pair of the tile at hand.
   __device__ bool may_exclude() const {
     return !kIsUnmasked && (tiles_.may_exclude(key) || tiles_.may_exclude(key + kKeys - kMaskTile));
   }
 
  private:
-  // The key after the last tile of the block mask may lie in a tile that begins before the end. The
-  // compiler does not see that all lanes take the same steps. Unless it is told, it computes in
-  // registers of the lanes, between the products, where their matrices lie.
+  // The key after the last tile of the block mask may lie in a tile that begins before the end. All
+  // lanes take the same steps, which the compiler does not see. Unless it is told, it computes them
+  // in registers of lanes, between the products whose matrices need these.
   __device__ void go_to(int seen) {
     key = seen < end ? seen / kKeys * kKeys : end;
     if constexpr (!kIsUnmasked) key = uniform(key);
@@ -113,9 +113,9 @@ class FollowedTiles {
 
   __device__ FollowedTiles(int first_key, uint32_t step) : key(uniform(first_key)), step(step) {}
   __device__ bool are_left() const { return key != kNoKey; }
-  // What is told of a step, in one word.
+  // What a step is told, as one word.
   __device__ static int told(int next_key, bool may_exclude) { return next_key | may_exclude; }
-  // Reads that of the step at hand, whose keys are there, and not used.
+  // Reads the word of the step at hand, whose keys are there and not yet used.
   __device__ void read(int told) { told_ = uniform(told); }
   __device__ void advance() {
     key = told_ & ~1;
