@@ -11,10 +11,10 @@ namespace {
 constexpr int kBlockMaskThreads = 256;
 constexpr int kRangesThreads = 1024;  // a warp for each of 32 tiles of queries
 
-// Bits of the keys of a tile, the first of them `first_key`.
+// The bits of a tile's keys, from `first_key` on.
 using TileBits = uint64_t;
 
-// Those below `count`, which may be any number.
+// The bits below `count`, which may be any number.
 __device__ TileBits bits_below(int count) {
   return count <= 0 ? 0 : count >= 64 ? ~TileBits{0} : (TileBits{1} << count) - 1;
 }
@@ -100,7 +100,7 @@ __device__ void read_mask(const AttentionParams& params, int batch, int head, in
   }
 }
 
-// Of 32 x 32 bits, a row in each lane, the columns.
+// Transposes 32 x 32 bits, a row in each lane.
 __device__ uint32_t transposed(uint32_t bits) {
   const uint32_t lane = threadIdx.x % 32;
   uint32_t mask = 0x0000ffff;
@@ -113,7 +113,7 @@ __device__ uint32_t transposed(uint32_t bits) {
   return bits;
 }
 
-// Writes the bits of a tile again, those of the queries of each key together.
+// Writes the bits of a tile again, with the queries of each key together.
 __device__ void write_by_key(uint32_t* tile, const TileBits (&excluded)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kBlockMaskThreads)
   if (is_mixed) atomicOr(words + layout.mixed_by_query() + by_query, 1u << key_tile % 32);
 }
 
-// The bits of a word, the first of them number `first`, from `begin` to before `end`.
+// The bits [begin, end) of a word whose first bit is number `first`.
 __device__ uint32_t bits_between(int begin, int end, int first) {
   const auto below = [&](int number) -> uint32_t {
     const int count = number - first;
@@ -185,12 +185,13 @@ __device__ uint32_t bits_between(int begin, int end, int first) {
   return below(end) & ~below(begin);
 }
 
-// Tiles of keys from the first to before the last that a tile of queries sees, and sees whole.
+// The tiles of keys that a tile of queries sees, and those that it sees whole, as ranges [first,
+// last).
 struct SeenTiles {
   int begin, end, whole_begin, whole_end;
 };
 
-// A warp finds them. What lies between two ranges counts as seen, and as mixed.
+// A warp finds them. Tiles between two ranges count as seen and as mixed.
 __device__ SeenTiles seen_tiles(const AttentionParams& params, int batch, int head,
                                 int first_query) {
   int least_first = INT32_MAX, most_first = 0, least_end = params.keys, most_end = 0;

@@ -16,8 +16,7 @@ namespace megasoftmax {
 // * the bitmask: a bit for each pair that the mask excludes, unless the mask has an entry for each
 //   block of pairs;
 // * if queries have bits of their own, the bitmask again, tile by tile, with 64 queries of each
-// key:
-//   the backward copies it as bytes.
+//   key: the backward copies it as bytes.
 struct BlockMaskLayout {
   int query_tiles = 0, key_tiles = 0;
   int bit_rows = 0;  // one for each query, or one that all share
@@ -30,7 +29,7 @@ struct BlockMaskLayout {
 
   __host__ __device__ int words_of_keys() const { return divide_up(key_tiles, 32); }
   __host__ __device__ int words_of_queries() const { return divide_up(query_tiles, 32); }
-  // Of two tiles each 16 bytes, which are read at a time.
+  // 16 bytes for each two tiles, which are read at once.
   __host__ __device__ int words_of_bits() const { return divide_up(key_tiles, 2) * 4; }
 
   // Where each part begins. Seen: some pair is visible. Mixed: but not all of them.

@@ -2,7 +2,8 @@
 // Gradients of O = softmax(S) V, S = scale * Q K^T + B:
 //   P = exp(S - lse),  dV = P^T dO,  dS = P (dO V^T - delta),  delta = rowsum(dO O) - dlse,
 //   dK = scale * dS^T Q,  dQ = scale * dS K,  dB = dS.
-// With dropout dV takes the P that were kept, times the factor of dropout, and dS those dO V^T.
+// With dropout dV takes the P that were kept, times the factor of dropout, and so does dO V^T in
+// dS.
 //
 // A block owns a tile of keys and values, and takes one tile of queries after the other, of all
 // heads that share the keys. dQ is summed in float32 in global memory, over blocks in any order.
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   if (!kIsAmpere) return;
   constexpr int kRows = kThreadsOfRows / kLanes;
   const int64_t begin = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
-  // Lanes of no row take part in the sums of a warp.
+  // Lanes beyond the last row take part in the sums of a warp.
   const int64_t row = min(begin, params.rows() - 1);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int64_t of_head = row / params.queries;
@@ -69,8 +70,8 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   }
 }
 
-// dQ of a tile of queries from the block's keys: each warp makes some rows of some columns. Sums,
-// or the gradient itself where the block has all keys.
+// Adds dQ of a tile of queries from the block's keys to the sums, or writes it if the block has all
+// keys. Each warp makes some rows and columns.
 template <class T, class Memory, bool kHasTurns>
 __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardParams& params,
                                                       const char* shared_memory, int batch,
@@ -128,7 +129,7 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
       }
     }
   };
-  // A branch around each addition costs several: whole tiles have none.
+  // A branch around each addition costs as much as several additions. Whole tiles have none.
   if (first_query + first_row + kRows <= params.queries && column + kColumns <= params.head_dim) {
     add.template operator()<true>();
   } else {
@@ -136,7 +137,7 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
   }
 }
 
-// Plain: without mask, ranges and dropout. With turns: or gradients of queries are whole.
+// Unmasked: without mask, ranges and dropout. kHasTurns: blocks take turns at dQ, or dQ is whole.
 template <class T, BiasKind kBias, bool kIsUnmasked, bool kHasTurns, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
@@ -206,8 +207,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
 
   int head = 0, query = 0, step = 0;
   const auto turn = [&] { return turn_of<kQueries>(params, batch, head, query, slice / kSlice); };
-  // A turn ends in the middle of the next step, when its sums were added and cost no wait, by
-  // another warp than waits for the next turn.
+  // A turn ends in the middle of the next step. By then its sums were added, so that nobody waits.
+  // Another warp waits for the next turn.
   const bool ends_turns = kHasTurns && params.turns != nullptr && threadIdx.x == kThreads - 32;
   [[maybe_unused]] uint32_t* taken = nullptr;
 #pragma unroll 1
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   __syncthreads();
   if (ends_turns && step > 0) pass_turn(taken);
 
-  // Through what held keys and values.
+  // The results pass through the place of keys and values.
   const auto store = [&](int at, const float (&sums)[kM][kColumns][4], float factor,
                          const Strided& tensor, int width) {
     const BackwardWarp warp(Memory::kSide);

@@ -33,7 +33,7 @@ struct ForwardMemory {
   static constexpr ForwardLayout kLayout{kTile, kBias};
 };
 
-// Plain: without mask, ranges and dropout.
+// Unmasked: without mask, ranges and dropout.
 template <class T, BiasKind kBias, bool kIsUnmasked, int kIndex>
 __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                                   kAttentionForwardTiles[kIndex].blocks_per_sm)
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     if constexpr (kBias == BiasKind::kTile)
       bias_rows = BiasRows<T>(params, block.batch, block.head).row(block.first_query);
   }
-  // Tiles of the bias take turns where there is room for two: memory is slower than the L2 cache,
-  // which has the keys.
+  // With room for two tiles of the bias, the next one is loaded early: memory is slower than the L2
+  // cache, which has the keys.
   const bool is_bias_ahead = kBias == BiasKind::kTile && params.bias_stages == 2;
   [[maybe_unused]] int bias_stage = 0;
   const auto bias_tile_of = [&](int stage) {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   }
   const RowEnds row_ends(params, head);
   float factors[kM][2];
-  // Where no key is visible the copy of queries may still be on its way to where results go.
+  // If no key is visible, queries may still be copied to the place of the results.
   wait_for_copies();
   __syncthreads();
 #pragma unroll
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       factors[m][half] = row_end.factor * (kIsUnmasked ? 1.f : params.dropout.factor);
     }
   }
-  // Through what held this warp's queries.
+  // Results pass through the place of this warp's queries.
   T* const output_rows = params.output.row<T>(batch, head, block.first_query);
 #pragma unroll
   for (int m = 0; m < kM; ++m)

@@ -8,8 +8,9 @@
 //     from shared memory, where the first one leaves it: a thread has the same elements of both;
 //   * the third computes dQ from dS, 64 columns at a time, which tensor copies add to the sums in
 //     global memory. One of its threads copies what the others need, two tiles ahead.
-// They work on different steps at the same time. Barriers in shared memory tell one when the other
-// is done. S, P, dP and dS are transposed, so that P and dS are multiplied from registers.
+// The warpgroups work on different steps at the same time. Barriers in shared memory tell when
+// another one is done. S, P, dP and dS are transposed, so that P and dS are multiplied from
+// registers.
 
 #include "backward.cuh"
 
@@ -33,11 +34,12 @@ struct HopperWideBackwardMemory {
   static constexpr int kStageBytes = kKeyBytes + kValueBytes;
   static constexpr int kValuesAt = kKeyBytes, kStagesAt = kStageBytes;
   static constexpr int kValueResultsAt = kStagesAt, kKeyResultsAt = kStagesAt + kValueBytes;
-  // Of each thread 32 weights of 16 bits, eight at a time: those of all threads side by side.
+  // Each thread passes 32 weights of 16 bits, eight at a time. Eights of all threads lie side by
+  // side.
   static constexpr int kEightBytes = 128 * 16, kWeightBytes = 4 * kEightBytes;
   static constexpr int kWeightsAt = kStagesAt + kStages * kStageBytes;
   static constexpr int kScoresAt = kWeightsAt + kWeightBytes, kScoreBytes = kQueries * 128;
-  // They take turns, from the first one for each tile.
+  // The panels are used in order, from the first one for each tile.
   static constexpr int kSumPanels = kDim <= 192 ? 2 * kPanels : 2, kSumPanelBytes = 64 * 128;
   static_assert(2 * kPanels % kSumPanels == 0);
   static constexpr int kSumsAt = kScoresAt + kScoreBytes;
@@ -60,7 +62,7 @@ struct HopperWideBackwardMemory {
   __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier keys_are_there() const { return barrier(0); }
-  // With their rows.
+  // Queries and their rows are there.
   __device__ Barrier queries_are_there(int stage) const { return barrier(1 + stage); }
   __device__ Barrier gradients_are_there(int stage) const { return barrier(1 + kStages + stage); }
   __device__ Barrier stage_is_used(int stage) const { return barrier(1 + 2 * kStages + stage); }
@@ -182,7 +184,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
       start_square(0);
 #pragma unroll
       for (int square = 0; square < kPanels; ++square) {
-        // About now the others are done with the stage.
+        // About now the other warpgroups are done with the stage.
         if (square == 2 && warp_in_group == 0 && copied.are_left()) {
           memory.stage_is_used(stage).wait(parity_of(step));
           copy_next(stage);
@@ -219,7 +221,8 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   const int warp_key = first_key + 16 * warp_in_group;
   using Excluding = ExcludedOfTile<kQueries, kIsUnmasked>;
   Excluding excluding(params, batch, first_key, warp_key);
-  // What memory has of a tile is loaded before it is needed. Lanes ask each other for ranges.
+  // The bits of the mask and the ranges of a tile are loaded before they are needed. Lanes get
+  // ranges from each other by shuffles.
   typename Excluding::Masked masked;
   KeyRange ranges[kQueries / 32];
   const auto load_excluded = [&] {
@@ -260,7 +263,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   if (warpgroup == 1) {
     float value_gradient[Memory::kValueDim / 8][4] = {}, weights[8][4];
     uint32_t rounded[4][4];
-    // Scores of the step that follows. After the last one they are of anything, and not used.
+    // Starts scores of the step that follows. After the last one they are not used.
     const auto start_scores = [&](int step) {
       const int stage = step % kStages;
       if (tiles.are_left()) memory.queries_are_there(stage).wait(parity_of(step));
@@ -284,7 +287,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
         weight =
             exp2_approximate(fmaf(fmaf(weight, params.scale, -row.max), kLog2E, -row.log2_sum));
       }
-      // Negative where dropout drops them.
+      // Dropped weights become negative.
       if (!kIsUnmasked && params.dropout.seed != nullptr) {
         const Dropping<true> dropping(params, batch, head);
         dropping.template for_each_pair<1, 8>(
@@ -327,7 +330,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     using Scores = Tile<T, kQueries, kKeys>;
     const uint32_t first_score =
         FragmentsAcross<Scores>(Scores{memory.scores()}, 0).address ^ warp_in_group * 32;
-    // Gradients of weights of the step that follows. After the last one they are not used.
+    // Starts gradients of weights of the step that follows. After the last one they are not used.
     const auto start_gradients = [&](int step) {
       const int stage = step % kStages;
       if (tiles.are_left()) memory.gradients_are_there(stage).wait(parity_of(step));

@@ -11,8 +11,8 @@
 
 namespace megasoftmax {
 
-// Whether the kernel was compiled for 9.0a. Code of another architecture has no body of it, which
-// needs next to no registers.
+// Whether the kernel was compiled for 9.0a. In code for other architectures it has no body, and so
+// few registers.
 template <class Kernel>
 bool is_compiled(Kernel* kernel) {
   constexpr int kRegistersOfNothing = 32;
@@ -31,7 +31,7 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
                              cudaStream_t stream, Params params, const Maps& maps) {
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
-  // Blocks that know their tiles from the start get all lengths of them without sections.
+  // Blocks that know their tiles from the start get tiles of all lengths, also without sections.
   const Device& device = current_device();
   const bool is_known = !has_unknown_lengths(params);
   params.order = TileOrder(tiles, params.batches,
@@ -43,7 +43,7 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
                 stream, params, maps);
 }
 
-// Of queries and gradients of outputs, and of keys and values.
+// Maps of queries and gradients of outputs, and of keys and values.
 inline cudaError_t make_map_of_queries(CUtensorMap& map, const AttentionParams& params,
                                        const Strided& tensor, int columns, int box_rows) {
   return make_tensor_map(map, tensor, params.batches, params.heads, params.queries, columns,
@@ -104,7 +104,7 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
         AttentionForwardParams params = launch.params;
         params.heads_of_block = plan.heads_of_block;
         params.blocks_of_heads = Divider(plan.heads / params.key_heads);
-        // A block mask is of tiles from the first query on.
+        // A block mask has tiles from query 0 on.
         if (plan.splits.count == 1 && plan.heads_of_block == 1 &&
             params.block_mask.words == nullptr)
           params.query_tile_offset = static_cast<int>(plan.row_tiles) * Memory::kQueries -
@@ -115,7 +115,7 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
         const auto kernel = is_unmasked(params)
                                 ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
                                 : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
-        // Before the maps: it gives a new thread its context.
+        // Before the maps, because it gives a new thread its context.
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         TensorMaps maps;
         MEGASOFTMAX_RETURN_IF_ERROR(
@@ -172,7 +172,7 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
         constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
         using Memory = std::conditional_t<kIsWide, HopperWideBackwardMemory<kIndex>,
                                           HopperBackwardMemory<kBias, kIndex>>;
-        // A warpgroup adds its rows of dQ together, or each warp its own.
+        // The warpgroup adds its 64 rows of dQ at once, or each warp its 16.
         constexpr int kSumRows = kIsWide ? 16 : 64;
         const int cluster = plan.bias_gradient == BiasGradient::kInClusters
                                 ? static_cast<int>(params.batches_per_bias.divisor)
