@@ -10,7 +10,7 @@
 
 namespace megasoftmax {
 
-// Of a warp's kM * 16 rows; this lane holds two of every 16, with three others.
+// The softmax of a warp's kM * 16 rows. This lane holds two of every 16 rows, with three others.
 template <int kM>
 struct OnlineSoftmax {
   float scale;                   // makes logits of scores
@@ -135,11 +135,11 @@ struct OnlineSoftmax {
 
  private:
   static constexpr float kLargestOffset = 4096.f;  // rounded to 2^-12
-  // Of a lane's weights in a tile, relative to the largest logits before: float16 has room for it.
-  // Logits that rise by less do not reach it.
+  // Most of a lane's weights in a tile, summed, relative to earlier maxima: float16 has room for
+  // them. Logits that rise by at most kMostRise do not reach it.
   static constexpr float kMostOfTile = 16384.f, kMostRise = 5.f;
 
-  // Of a row the largest logit, also of what came before.
+  // The largest logit of a row, earlier ones included.
   template <int kN>
   __device__ __forceinline__ float find_largest(const Accumulators<kM, kN>& scores, int m, int half,
                                                 float to_logit) const {
@@ -151,10 +151,10 @@ struct OnlineSoftmax {
     }
     return fmaxf(max[m][half], warp_max<4>(row) * to_logit);
   }
-  // The exponent in one instruction instead of two: all weights of a row then have the same error,
-  // that of rounding max * log2(e), which the sum has too; that of rounding the factor of a score
-  // is 2^-24 of it. Where that of a row which the warp has at a time is large it is taken off
-  // first.
+  // Exponents are score * c - offset, in one instruction instead of two. All weights of a row then
+  // have the same error, from rounding max * log2(e), and the sum has it too. The error from
+  // rounding c is 2^-24 of an exponent. If the offset of some row of the warp is large, the maximum
+  // is subtracted first.
   __device__ __forceinline__ static float offset_of(float row) { return __fmul_rn(row, kLog2E); }
   __device__ __forceinline__ static bool is_large(float offset) {
     return __any_sync(~0u, fabsf(offset) > kLargestOffset);
@@ -170,8 +170,8 @@ struct OnlineSoftmax {
         scores[m][n][i] = fmaf(scores[m][n][i], to_logit, -row) * back;
     }
   }
-  // Returns the factor of what was summed before. Rounded as the offset: fused, a row whose maximum
-  // stays would have a factor that is not 1, again with each tile.
+  // Returns the factor of earlier sums. It is rounded as the offset is. If it were fused, rows
+  // whose maximum stays would have a factor other than 1 with each tile.
   __device__ __forceinline__ float raise_max(int m, int half, float row, bool are_large) {
     const float factor = exp2_approximate(are_large ? (max[m][half] - row) * kLog2E
                                                     : offset_of(max[m][half]) - offset_of(row));
@@ -194,21 +194,21 @@ struct OnlineSoftmax {
   }
 };
 
-// What remains of a row: its factor and its statistics.
+// The end of a row: the factor of its output, and its statistics.
 struct RowEnd {
   float factor;  // of the weighted sum of values
   float max;     // of logits
   float log_sum;
   float lse;
 
-  // `sum` relative to `largest`, the largest logit; `sink` -inf joins nothing. A row where nothing
-  // can be excluded is no number when nothing is left of it.
+  // `sum`: of weights relative to `largest`, the largest logit. A sink of -infinity adds nothing. A
+  // row without a visible key is NaN unless a key can be excluded.
   __device__ RowEnd(float largest, float sum, float sink, bool can_exclude) {
     const float reference = fmaxf(largest, sink);
     const float share = exp2_approximate((largest - reference) * kLog2E);
     const float total = sum * share + exp2_approximate((sink - reference) * kLog2E);
     const float log_total = logf(total);
-    // Selected without a branch, so that the two rows of a lane are computed together.
+    // No branch, so that the two rows of a lane are computed together.
     const bool is_empty = sum == 0.f;
     const float nothing = can_exclude ? 0.f : NAN, sink_alone = sink == INFINITY ? NAN : sink;
     factor = is_empty ? nothing : __fdividef(share, total);
@@ -230,11 +230,11 @@ class RowEnds {
   __device__ RowEnds(const AttentionParams& params, int head)
       : params_(params), sink_(sink_logit(params.sink, head)) {}
 
-  // Of a row, by its largest logit and the sum of its weights relative to that.
+  // The end of a row with this largest logit and sum of weights relative to it.
   __device__ RowEnd of(float largest, float sum) const {
     return RowEnd(largest, sum, sink_, params_.can_exclude);
   }
-  // Backward: stores a row's gradient of the sink, where that is wanted, and returns it.
+  // Backward: stores a row's gradient of the sink, if that is wanted, and returns it.
   __device__ float store_gradient(const AttentionBackwardParams& params, int64_t row,
                                   float delta) const {
     const float gradient = sink_ == -INFINITY
