@@ -58,7 +58,7 @@ class TileMask:
             TypeError, ValueError: an argument is not as above.
         """
         _check(blocks, "blocks", 2, "[..., query blocks, key blocks]")
-        tile = kernel_limits().attention["kNoteTile"]
+        tile = kernel_limits().attention["kMaskTile"]
         size = checks.checked_integer("size", size, tile)
         if size % tile != 0:
             raise ValueError(f"size: expected a multiple of {tile}, got {size}")

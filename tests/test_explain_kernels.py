@@ -176,7 +176,7 @@ def test_relative_biases_run_on_hopper(head_dim: int) -> None:
 
 
 def test_blocks_on_hopper_are_shared_where_queries_see_few_keys() -> None:
-    most = kernel_limits().attention["kMaxStepsOfSharedBlocks"]
+    most = kernel_limits().attention["kMaxStepsOfPersistentBlocks"]
     tiles = 8 * 16 * 32  # of 128 queries
     for keys, window, blocks in (
         (128 * most, None, H200.multiprocessors),

@@ -1,6 +1,6 @@
 #pragma once
-// The bias, which is added to the scaled product of queries and keys. Sums that started from it
-// would lose digits of the product where it is large.
+// The bias. It is added to the scaled product of queries and keys: a sum that started from a large
+// bias would lose digits of the product.
 
 #include "../common/vector.cuh"
 #include "layout.h"
@@ -8,7 +8,7 @@
 
 namespace megasoftmax {
 
-// Of one batch and head.
+// The bias of a batch and head.
 template <class T>
 struct BiasRows {
   const void* first;
@@ -27,7 +27,7 @@ struct BiasRows {
                 ? static_cast<const void*>(static_cast<const float*>(params.bias.data) + offset)
                 : static_cast<const T*>(params.bias.data) + offset;
   }
-  // Whether rows are dense float32 and begin at multiples of 16 bytes.
+  // Whether rows are contiguous float32 and begin at multiples of 16 bytes.
   __device__ bool has_float_chunks() const {
     return type == DType::kFloat32 && key_stride == 1 && query_stride % 4 == 0 &&
            reinterpret_cast<uintptr_t>(first) % 16 == 0;
@@ -35,7 +35,7 @@ struct BiasRows {
   __device__ const T* row(int query) const {
     return static_cast<const T*>(first) + query * query_stride;
   }
-  // Of a relative bias of such elements: the entry of queries and keys so far apart.
+  // The entry of a relative bias for a query and a key that lie so far apart.
   template <class Element>
   __device__ float at_distance(int distance) const {
     return to_float(static_cast<const Element*>(first)[distance * key_stride]);
@@ -47,7 +47,8 @@ struct BiasRows {
   }
 };
 
-// A bias of any kind as float32 in shared memory; of a relative one only a diagonal's first entry.
+// A tile of a bias of any kind as float32 in shared memory. Of a relative one it has the first
+// entry of each diagonal only.
 template <int kQueries, int kKeys>
 struct FloatBiasTile {
   static constexpr int kPitch = kKeys + kBiasPadding;
@@ -55,7 +56,7 @@ struct FloatBiasTile {
   float* values;
   bool is_relative;
 
-  // What lies outside of the tensor becomes 0. Rows that can be are copied asynchronously, for
+  // Entries beyond the tensor become 0. Aligned rows are copied asynchronously; call
   // wait_for_copies.
   template <int kThreads, class T>
   __device__ void fill(const BiasRows<T>& bias, int first_query, int first_key, int queries,
@@ -63,7 +64,7 @@ struct FloatBiasTile {
     const int thread = thread_index_anew();
     if (is_relative) {
       for (int i = thread; i < kQueries + kKeys - 1; i += kThreads) {
-        // The entry of any query and key of the diagonal.
+        // A relative bias: the entry of any query and key of the diagonal.
         const int distance = i - (kQueries - 1) + first_key - first_query;
         const int query = max(-distance, 0), key = max(distance, 0);
         values[i] = query < queries && key < keys ? bias(query, key) : 0.f;
@@ -95,7 +96,7 @@ struct FloatBiasTile {
       values[row * kPitch + column] = query < queries && key < keys ? bias(query, key) : 0.f;
     }
   }
-  // A row's first entry, and how far it is to the next row's.
+  // A row's first entry, and the distance to the first entry of the next row.
   __device__ const float* row(int query) const {
     return values + (is_relative ? kQueries - 1 : 0) + query * pitch();
   }
@@ -103,19 +104,20 @@ struct FloatBiasTile {
 };
 
 // A relative bias of a tile of scores as float32 in shared memory: an entry for each diagonal, from
-// that of the last row and the first column on. Scores have queries in rows, or keys. Entry i of a
-// second copy is entry i + 1, so that any two neighbours are an aligned pair in one of the copies.
+// the diagonal of the last row and the first column on. Scores have queries in rows, or keys. Entry
+// i of a second copy is entry i + 1, so that any two neighbours are an aligned pair in one of the
+// copies.
 template <bool kKeysInRows, int kRows, int kColumns>
 struct DiagonalTile {
   static constexpr int kCount = kRows + kColumns - 1, kLastRow = kRows - 1;
-  // Rows read one copy and the other in turn: those lie 16 banks apart.
+  // Rows read the two copies alternately, which lie 16 banks apart.
   static constexpr int kPitch = divide_up(kCount, 32) * 32 + 16;
   static constexpr int kBytes = 2 * kPitch * 4;
 
   float* values;
 
-  // By so many threads, which call `wait` before they write. What lies beyond the tensor plays no
-  // part.
+  // Fills the tile by kThreads threads, which call `wait` before they write. Entries beyond the
+  // tensor are never used.
   template <int kThreads, class T, class Wait>
   __device__ __forceinline__ void fill(int thread, const BiasRows<T>& bias, int first_query,
                                        int first_key, int queries, int keys, Wait&& wait) const {
@@ -129,7 +131,7 @@ struct DiagonalTile {
         entries[j] = bias.template at_distance<Element>(min(max(distance, 1 - queries), keys - 1));
       }
     };
-    // Without a branch between them all loads are on their way at a time.
+    // No branch between them: all loads are in flight at a time.
     bias.type == DType::kFloat32 ? load.template operator()<float>()
                                  : load.template operator()<T>();
     wait();
@@ -143,8 +145,8 @@ struct DiagonalTile {
   }
 };
 
-// The same of a lane, for scores from `row` of the tile on. A row has the entries that
-// the row 8 before has 8 columns before.
+// What a lane reads of a DiagonalTile, for scores from `row` of the tile on. An entry of a row is
+// the entry 8 columns before of the row 8 before.
 template <class Tile>
 struct DiagonalBias {
   const float2* first;
@@ -168,8 +170,8 @@ struct DiagonalBias {
   __device__ float2 pair(int n) const { return first[4 * n]; }
 };
 
-// The same for kN * 8 columns of 16 rows, of which kAhead pairs are loaded at once and the others
-// when they are added. Pair i belongs to columns 8 * (i - 1) of the first row and to columns 8 * i
+// DiagonalBias for kN * 8 columns of 16 rows. kAhead pairs are loaded at once, and the others when
+// they are added. Pair i belongs to columns 8 * (i - 1) of the first row and to columns 8 * i
 // of the row 8 further.
 template <int kN, int kAhead>
 struct DiagonalPairs {
@@ -182,7 +184,7 @@ struct DiagonalPairs {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) ahead[i] = pairs[4 * i];
   }
-  // Makes logits of products, as add_bias.
+  // Turns products into logits, see add_bias.
   __device__ __forceinline__ void add_to(float (&scores)[kN][4], float scale) const {
 #pragma unroll
     for (int i = 0; i <= kN; ++i) {
@@ -199,8 +201,8 @@ struct DiagonalPairs {
   }
 };
 
-// The bias of elements [m][n] and [m][n + 1] of a warp, whose scores begin at `query` and `key` of
-// a tile of the bias, as it lies in memory. Scores have queries in rows, or keys.
+// The bias of elements [m][n] and [m][n + 1] of a warp, from a tile of the bias with the type of
+// memory. Scores begin at `query` and `key` of the tile. They have queries in rows, or keys.
 template <class T, bool kKeysInRows, class Tile>
 struct TileBias {
   std::conditional_t<kKeysInRows, FragmentsAcross<Tile>, FragmentsDown<Tile>> fragments;
@@ -223,7 +225,7 @@ struct TileBias {
   }
 };
 
-// The same of a tile in float32.
+// What a lane reads of a tile of a bias in float32.
 template <bool kKeysInRows, class FloatTile>
 struct FloatBias {
   const float* first;  // of this lane
@@ -246,7 +248,7 @@ struct FloatBias {
   }
 };
 
-// Makes logits of products: scale * product + bias, rounded once.
+// Turns products into logits: scale * product + bias, rounded once.
 template <int kM, int kN, class Bias>
 __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float scale,
                                          const Bias& bias) {
@@ -279,7 +281,7 @@ struct SharedBias {
     return {reinterpret_cast<float*>(memory), params.is_relative};
   }
 
-  // Fills the tile, by the threads of a block, for wait_for_copies.
+  // Fills the tile by all threads of a block; call wait_for_copies.
   template <int kThreads>
   __device__ void fill(int batch, int head, int query, int key) const {
     const BiasRows<T> bias(params, batch, head);
@@ -290,7 +292,7 @@ struct SharedBias {
       float_rows().template fill<kThreads>(bias, query, key, params.queries, params.keys);
     }
   }
-  // Makes logits of this warp's products, from `query` and `key` of the tile on.
+  // Turns this warp's products into logits, from `query` and `key` of the tile on.
   template <bool kKeysInRows, int kM, int kN>
   __device__ void add_to(Accumulators<kM, kN>& scores, int query, int key) const {
     if constexpr (kBias == BiasKind::kTile) {

@@ -1,6 +1,6 @@
 #pragma once
-// Dropout of a warp's weights. What decides over two neighbours lies in the halves of one word, for
-// the instructions of common/ptx.cuh that compare both.
+// Dropout of a warp's weights. The random bits of two neighbours are the halves of one word,
+// because instructions of common/ptx.cuh compare both halves at once.
 
 #include "../common/dropout.cuh"
 #include "fragments.cuh"
@@ -18,7 +18,7 @@ struct RandomPairs {
   }
 };
 
-// Of a head. Queries are in rows, or in columns.
+// Dropout of a head. Queries are in rows, or in columns.
 template <bool kKeysInRows>
 class Dropping {
  public:
@@ -39,9 +39,9 @@ class Dropping {
         head_(static_cast<uint32_t>(batch * params.heads + head)),
         seed_(seed) {}
 
-  // Random bits of this lane's first column of 16 queries and 32 keys, or of the one to the right
-  // of it, and of those further on. The first query is a multiple of 16, the first key too: the
-  // lane changes nothing but the place.
+  // Random bits of this lane's first column of 16 queries and 32 keys, or of the column to the
+  // right of it, and of the columns that follow. The first query and the first key are multiples of
+  // 16. They change the counter of Philox, and the lane changes only the place.
   __device__ RandomWords words(int first_query, int first_key, int right) const {
     const FirstElement mine;
     const int row = mine.row, column = mine.column + right;
@@ -53,9 +53,9 @@ class Dropping {
     return {words(first_query, first_key, 0), words(first_query, first_key, 1)};
   }
 
-  // Calls body(m, n, half, halves) for this lane's pairs, elements 2 * half and the next of [m][n],
-  // of keys in rows, from `first_query` on, a multiple of 16, and from `first_key` on, a multiple
-  // of 32, or of 16 where rows are 16 keys.
+  // Calls body(m, n, half, halves) for this lane's pairs of keys in rows: elements 2 * half and the
+  // next of [m][n]. `first_query` is a multiple of 16, `first_key` of 32, or of 16 if rows are 16
+  // keys.
   template <int kM, int kN, class Body>
   __device__ __forceinline__ void for_each_pair(int first_query, int first_key, Body&& body) const {
     static_assert(kKeysInRows && kM <= 2 && kN % 2 == 0);
@@ -76,8 +76,8 @@ class Dropping {
     }
   }
 
-  // Clears what is dropped of 16 queries in rows and 32 keys, the eights of keys from `n` on: two
-  // keys that lie 8 apart at a time, as the words have them.
+  // Clears dropped weights of 16 queries in rows and 32 keys, from group `n` of 8 keys on. A word
+  // has two keys that lie 8 apart.
   template <int kN>
   __device__ __forceinline__ void clear(float (&weights)[kN][4], int n,
                                         const RandomPairs& random) const {
@@ -90,7 +90,7 @@ class Dropping {
                   least);
     }
   }
-  // The same of all weights, or of their gradients.
+  // Clears what is dropped of all weights of a tile, or of their gradients.
   template <int kM, int kN>
   __device__ __forceinline__ void clear(Accumulators<kM, kN>& weights, int first_query,
                                         int first_key) const {
@@ -107,7 +107,7 @@ class Dropping {
   uint64_t seed_;
 };
 
-// Clears what is dropped of kM * 16 queries and the keys of a tile, rounded to pairs, on the way to
+// Clears dropped weights of kM * 16 queries and the keys of a tile, rounded to pairs, on the way to
 // a product (multiply_weights).
 template <int kM>
 class DropOfRounded {
@@ -116,7 +116,7 @@ class DropOfRounded {
                            int first_key)
       : dropping_(params, batch, head), first_query_(first_query), first_key_(first_key) {}
 
-  // Of matrix `a` m, and of a step of 16 keys; steps come in their order.
+  // Clears those of matrix `a` m and of a step of 16 keys. Steps come in order.
   __device__ void operator()(uint32_t (&a)[4], int m, int step) {
     if (step % 2 == 0) pairs_[m] = dropping_.pairs(first_query_ + m * 16, first_key_ + step * 16);
 #pragma unroll

@@ -1,7 +1,7 @@
 #pragma once
-// Which keys a query does not see: by length, window, range and mask. Found before the product,
-// while registers are free, and applied after it, so that nothing that a score holds matters where
-// it is excluded.
+// Which keys a query does not see: by length, window, range and mask. They are found before the
+// product, while registers are free, and applied after it. So the score of an excluded entry never
+// matters, even if it is NaN.
 
 #include "fragments.cuh"
 #include "params.h"
@@ -19,21 +19,21 @@ struct KeyRange {
 
 // A bit for each of the 32 keys from `first_key` on that is outside of a range.
 __device__ inline uint32_t bits_outside(const KeyRange& range, int first_key) {
-  // Shifted by 32 and more, nothing is left.
+  // A shift by 32 or more leaves nothing.
   const auto bits_from = [&](int key) {
     return __funnelshift_lc(0, ~0u, static_cast<uint32_t>(max(key, first_key) - first_key));
   };
   return bits_from(range.end) | ~bits_from(range.begin);
 }
 
-// By length and window.
+// The keys that a query sees, by length and window.
 __device__ inline KeyRange visible_keys(const AttentionParams& params, int query) {
   const int diagonal = query + params.keys - params.queries;
   return {
       params.window_left < 0 ? 0 : max(diagonal - params.window_left, 0),
       params.window_right < 0 ? params.keys : min(diagonal + params.window_right + 1, params.keys)};
 }
-// By range, too.
+// The keys that a query sees, by length, window and range.
 __device__ inline KeyRange visible_keys(const AttentionParams& params, int batch, int head,
                                         int query) {
   KeyRange range = visible_keys(params, query);
@@ -42,7 +42,7 @@ __device__ inline KeyRange visible_keys(const AttentionParams& params, int batch
   if (end.data != nullptr) range.end = min(range.end, end.at(batch, head, query));
   return range;
 }
-// What this lane's query of each 32 of a tile sees.
+// Finds what this lane's queries see: one query of each 32 of a tile.
 template <int kCount>
 __device__ __forceinline__ void find_ranges(KeyRange (&ranges)[kCount],
                                             const AttentionParams& params, int batch, int head,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void find_ranges(KeyRange (&ranges)[kCount],
     ranges[i] = query < params.queries ? visible_keys(params, batch, head, query) : KeyRange{0, 0};
   }
 }
-// The queries that see a key, by length and window; a range of them.
+// The range of queries that see a key, by length and window.
 __device__ inline KeyRange visible_from(const AttentionParams& params, int key) {
   const int diagonal = key + params.queries - params.keys;
   return {params.window_right < 0 ? 0 : max(diagonal - params.window_right, 0),
@@ -69,8 +69,8 @@ __device__ inline KeyRange visible_from_all(const AttentionParams& params, int f
   return {visible_from(params, last_key).begin, visible_from(params, first_key).end};
 }
 
-// Of the tiles noted in one or two lines of bits the first from `tile` on that has a visible pair,
-// and `bits` of the 32 tiles around it; none: one from `count` on.
+// The first tile from `tile` on that has a visible pair, by one or two lines of the block mask, and
+// the `bits` of the 32 tiles around it. None: a tile from `count` on.
 __device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int tile, int count,
                                 uint32_t& bits) {
   bits = ~0u << tile % 32;
@@ -81,25 +81,25 @@ __device__ inline int next_seen(const uint32_t* line, const uint32_t* other, int
   }
   return count;
 }
-// The first query from `query` on, which begins a tile, whose tile sees keys of the kKeys from
-// `first_key` on, by the note; and the `bits` of the tiles around it.
+// The first query of the first tile from `query` on that sees some of the kKeys keys from
+// `first_key` on, by the block mask, and the `bits` of the tiles around it.
 template <int kKeys>
 __device__ inline int next_query_tile(const AttentionParams& params, int batch, int head,
                                       int first_key, int query, uint32_t& bits) {
-  const NoteLayout& layout = params.note.layout;
-  const uint32_t* const lines = params.note.of(batch, head) + layout.seen_by_key();
-  const int tile = first_key / kNoteTile;
-  const int last = min(tile + divide_up(kKeys, kNoteTile), layout.key_tiles) - 1;
+  const BlockMaskLayout& layout = params.block_mask.layout;
+  const uint32_t* const lines = params.block_mask.of(batch, head) + layout.seen_by_key();
+  const int tile = first_key / kMaskTile;
+  const int last = min(tile + divide_up(kKeys, kMaskTile), layout.key_tiles) - 1;
   return next_seen(lines + int64_t{tile} * layout.words_of_queries(),
-                   lines + int64_t{last} * layout.words_of_queries(), query / kNoteTile,
+                   lines + int64_t{last} * layout.words_of_queries(), query / kMaskTile,
                    layout.query_tiles, bits) *
-         kNoteTile;
+         kMaskTile;
 }
 
 // The tiles of queries that see some of a block's keys, one after the other, of all heads that
-// share the keys; by the note where there is one, of which a word serves 32 tiles. Or all tiles,
-// where kMayTakeAll and params.takes_all_queries.
-template <int kKeys, int kQueries, bool kIsPlain, bool kMayTakeAll = false>
+// share the keys. If there is a block mask, a word of it serves 32 tiles. If kMayTakeAll and
+// params.takes_all_queries, these are all tiles.
+template <int kKeys, int kQueries, bool kIsUnmasked, bool kMayTakeAll = false>
 class QueryTiles {
  public:
   int head, query;  // the first query of the tile at hand
@@ -116,17 +116,17 @@ class QueryTiles {
     find(params, batch, first_key);
   }
   __device__ bool are_left() const { return head < last_head_; }
-  // Queries of the tiles of each head, where no note leaves some of them out.
+  // The queries of the tiles of each head, if there is no block mask.
   __device__ int begin() const { return begin_; }
   __device__ int end() const {
     return begin_ + divide_up(max(end_ - begin_, 0), kQueries) * kQueries;
   }
   __device__ void advance(const AttentionParams& params, int batch, int first_key) {
     query += kQueries;
-    if (has_note(params)) {
-      const int tile = query / kNoteTile;
+    if (has_block_mask(params)) {
+      const int tile = query / kMaskTile;
       const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
-      const int seen = (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+      const int seen = (tile + __ffs(static_cast<int>(rest)) - 1) * kMaskTile;
       if (rest != 0 && seen < end_) {
         query = tile_of(seen);
         return;
@@ -136,17 +136,18 @@ class QueryTiles {
   }
 
  private:
-  __device__ static bool has_note(const AttentionParams& params) {
-    return !kIsPlain && params.note.words != nullptr && !(kMayTakeAll && params.takes_all_queries);
+  __device__ static bool has_block_mask(const AttentionParams& params) {
+    return !kIsUnmasked && params.block_mask.words != nullptr &&
+           !(kMayTakeAll && params.takes_all_queries);
   }
-  // Of a noted tile that begins at query `seen`: it may begin before `query`, which is a part of
-  // it.
+  // Of a tile of the block mask that begins at query `seen`: it may begin before `query`, which is
+  // a part of it.
   __device__ int tile_of(int seen) const {
-    return kQueries < kNoteTile ? max(query, seen) : seen / kQueries * kQueries;
+    return kQueries < kMaskTile ? max(query, seen) : seen / kQueries * kQueries;
   }
   __device__ void find(const AttentionParams& params, int batch, int first_key) {
     for (; head < last_head_; ++head, query = begin_) {
-      if (has_note(params)) {
+      if (has_block_mask(params)) {
         const int seen = next_query_tile<kKeys>(params, batch, head, first_key, query, seen_);
         query = seen < end_ ? tile_of(seen) : end_;
       }
@@ -158,52 +159,52 @@ class QueryTiles {
   [[maybe_unused]] uint32_t seen_ = 0;  // of the 32 tiles around the last one that was found
 };
 
-// The tiles of keys that a block of kQueries sees, one after the other, by the note where there is
-// one. It keeps two words: of the 32 tiles around the last one that was found, which have a visible
-// pair, and which have an excluded one. A step may take fewer keys than such a tile has.
-template <int kQueries, int kKeys = kNoteTile>
+// The tiles of keys that a block of kQueries queries sees, one after the other. With a block mask
+// it keeps two words for the 32 tiles around the one found last: which have a visible pair, and
+// which an excluded one. A step may take fewer keys than a tile of the block mask has.
+template <int kQueries, int kKeys = kMaskTile>
 class KeyTiles {
-  static_assert(kNoteTile % kKeys == 0);
+  static_assert(kMaskTile % kKeys == 0);
 
  public:
-  // The first key, which begins a tile, of the first tile from `key` on.
+  // The first key of the first tile from `key` on that has a visible pair.
   __device__ int from(const AttentionParams& params, int batch, int head, int first_query,
                       int key) {
-    if (params.note.words == nullptr) return key;
-    const int count = params.note.layout.key_tiles;
-    for (int tile = key / kNoteTile; tile < count; tile = (tile / 32 + 1) * 32) {
+    if (params.block_mask.words == nullptr) return key;
+    const int count = params.block_mask.layout.key_tiles;
+    for (int tile = key / kMaskTile; tile < count; tile = (tile / 32 + 1) * 32) {
       load(params, batch, head, first_query, tile / 32);
       const uint32_t rest = seen_ >> tile % 32;
-      if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+      if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kMaskTile;
     }
-    return count * kNoteTile;
+    return count * kMaskTile;
   }
-  // The first key of the step after that of `key`, which is in the tile that was found last.
-  // `block` tells what `from` takes, when it is needed.
+  // The first key of the step after the step of `key`, which is in the tile found last. `block`
+  // returns the arguments of `from`, and is called only if they are needed.
   template <class Block>
   __device__ int after(const AttentionParams& params, int key, Block&& block) {
-    if (kKeys < kNoteTile && (key + kKeys) % kNoteTile != 0) return key + kKeys;
-    const int tile = key / kNoteTile + 1;
+    if (kKeys < kMaskTile && (key + kKeys) % kMaskTile != 0) return key + kKeys;
+    const int tile = key / kMaskTile + 1;
     const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
-    if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kNoteTile;
+    if (rest != 0) return (tile + __ffs(static_cast<int>(rest)) - 1) * kMaskTile;
     const auto queries = block();
     return from(params, queries.batch, queries.head, queries.first_query,
-                divide_up(tile, 32) * 32 * kNoteTile);
+                divide_up(tile, 32) * 32 * kMaskTile);
   }
-  // Of the tile that was found last.
-  __device__ bool may_exclude(int key) const { return (mixed_ >> key / kNoteTile % 32 & 1) != 0; }
+  // Whether the tile found last has an excluded pair.
+  __device__ bool may_exclude(int key) const { return (mixed_ >> key / kMaskTile % 32 & 1) != 0; }
 
  private:
   __device__ void load(const AttentionParams& params, int batch, int head, int first_query,
                        int word) {
-    const NoteLayout& layout = params.note.layout;
-    const uint32_t* const note = params.note.of(batch, head) + word;
+    const BlockMaskLayout& layout = params.block_mask.layout;
+    const uint32_t* const words_of_head = params.block_mask.of(batch, head) + word;
     seen_ = mixed_ = 0;
 #pragma unroll
-    for (int i = 0; i < kQueries / kNoteTile; ++i) {
-      const int line = first_query / kNoteTile + i;
+    for (int i = 0; i < kQueries / kMaskTile; ++i) {
+      const int line = first_query / kMaskTile + i;
       if (line >= layout.query_tiles) continue;
-      const uint32_t* const words = note + int64_t{line} * layout.words_of_keys();
+      const uint32_t* const words = words_of_head + int64_t{line} * layout.words_of_keys();
       const uint32_t seen = __ldg(words + layout.seen_by_query());
       seen_ |= seen;
       mixed_ |= __ldg(words + layout.mixed_by_query()) | ~seen;
@@ -213,12 +214,12 @@ class KeyTiles {
   uint32_t seen_ = ~0u, mixed_ = 0;
 };
 
-// Whether a tile has a visible pair, by the note.
+// Whether a tile has a visible pair, by the block mask.
 __device__ inline bool is_seen(const AttentionParams& params, int batch, int head, int query_tile,
                                int key_tile) {
-  const NoteLayout& layout = params.note.layout;
+  const BlockMaskLayout& layout = params.block_mask.layout;
   if (query_tile >= layout.query_tiles || key_tile >= layout.key_tiles) return false;
-  const uint32_t* const words = params.note.of(batch, head) + layout.seen_by_query() +
+  const uint32_t* const words = params.block_mask.of(batch, head) + layout.seen_by_query() +
                                 int64_t{query_tile} * layout.words_of_keys();
   return (__ldg(words + key_tile / 32) >> key_tile % 32 & 1) != 0;
 }
@@ -239,8 +240,8 @@ struct Excluded {
     return all != 0;
   }
 
-  // Adds those that bits_of(half, word) tells: of the row of elements 2 * half, of 32 columns from
-  // number 32 * word on.
+  // Adds the elements whose bit is set in bits_of(half, word): of the row of elements 2 * half, 32
+  // columns from number 32 * word on.
   template <class BitsOf>
   __device__ __forceinline__ void add_words(BitsOf&& bits_of) {
     static_assert(kM == 1);
@@ -264,15 +265,14 @@ struct Excluded {
       both &= words[word] | ~(kN - 4 * word >= 4 ? kOfFour : kOfFour >> 8 * (4 * word + 4 - kN));
     return both == ~0u;
   }
-  // Adds those of keys in rows that the bits of the keys tell, from the first one on, of all
-  // queries.
+  // Keys in rows: adds all queries of the keys whose bits are set, from the first key on.
   __device__ __forceinline__ void add_keys(uint32_t bits) {
     const uint32_t keys = of_keys(bits >> FirstElement().row);
 #pragma unroll
     for (uint32_t& word : words) word |= (keys | keys << 1) * 0x01010101u;
   }
-  // Adds those of keys in rows, from `first_key` on, that are not among what keys_of(offset) tells
-  // of the query in this lane's column `offset`.
+  // Keys in rows: adds the keys from `first_key` on outside of keys_of(offset), the range that the
+  // query in this lane's column `offset` sees.
   template <class KeysOf>
   __device__ __forceinline__ void add_others(int first_key, KeysOf&& keys_of) {
     const FirstElement mine;
@@ -292,26 +292,27 @@ struct Excluded {
     }
   }
 
-  // Adds those of queries from `first_query` and keys from `first_key` on, where queries are in
-  // rows, or in columns, that are beyond the tensor, outside of the window or range, or masked.
-  // `is_cut`: length or window may exclude some.
-  template <bool kKeysInRows, bool kIsPlain = false>
+  // Adds pairs of the queries from `first_query` on and the keys from `first_key` on that lie
+  // beyond the tensor, outside of the window or range, or are masked. Queries are in rows, or in
+  // columns. `is_cut`: length or window may exclude some.
+  template <bool kKeysInRows, bool kIsUnmasked = false>
   __device__ __forceinline__ void find(const AttentionParams& params, int batch, int head,
                                        int first_query, int first_key, bool is_cut) {
     const FirstElement mine;
     bool is_mixed = false;
-    if (!kIsPlain && params.note.words != nullptr) {
-      const NoteLayout& layout = params.note.layout;
-      const uint32_t* const note = params.note.of(batch, head);
-      const int key_tile = first_key / kNoteTile, query_tile = first_query / kNoteTile;
+    if (!kIsUnmasked && params.block_mask.words != nullptr) {
+      const BlockMaskLayout& layout = params.block_mask.layout;
+      const uint32_t* const words_of_head = params.block_mask.of(batch, head);
+      const int key_tile = first_key / kMaskTile, query_tile = first_query / kMaskTile;
       if (!is_seen(params, batch, head, query_tile, key_tile)) {
         add_all();
         return;
       }
       const int64_t word = int64_t{query_tile} * layout.words_of_keys() + key_tile / 32;
-      is_mixed = (__ldg(note + layout.mixed_by_query() + word) >> key_tile % 32 & 1) != 0;
+      is_mixed = (__ldg(words_of_head + layout.mixed_by_query() + word) >> key_tile % 32 & 1) != 0;
       if (is_mixed && layout.bit_rows > 0) {
-        add_masked<kKeysInRows>(params, note + layout.bits(), first_query, first_key, mine);
+        add_masked<kKeysInRows>(params, words_of_head + layout.bits(), first_query, first_key,
+                                mine);
       }
       is_mixed = is_mixed && params.visible.are_given();
     }
@@ -340,7 +341,7 @@ struct Excluded {
   __device__ __forceinline__ void apply(Accumulators<kM, kN>& elements, float value) const {
     if (any()) apply_all(elements, value);
   }
-  // The same without a look whether there are any.
+  // apply for callers that know that some element is excluded.
   __device__ __forceinline__ void apply_all(Accumulators<kM, kN>& elements, float value) const {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -358,28 +359,29 @@ struct Excluded {
   __device__ static constexpr uint32_t bit_of(int m, int n, int i) {
     return 1u << (n % 4 * 8 + m * 4 + i);
   }
-  // Of a query in column `right` of n those that the bits of its keys tell, from this lane's first
-  // on.
+  // Adds keys of the query in column `right` of n: those whose bits are set, from this lane's first
+  // key on.
   __device__ __forceinline__ void add_column(int n, int right, uint32_t bits) {
     words[n / 4] |= of_keys(bits) << (n % 4 * 8 + right);
   }
-  // Of bits 0, 8, 16 and 24, or the first two, bits 0, 2, 4 and 6.
+  // Moves bits 0, 8, 16 and 24, or the first two of them, to bits 0, 2, 4 and 6.
   __device__ static uint32_t of_keys(uint32_t bits) {
     uint32_t keys = bits & (kM == 2 ? 0x01010101u : 0x0101u);
     keys |= keys >> 6;
     return (keys | keys >> 12) & 0x55u;
   }
-  // Of the row of elements 2 * half those that the bits of 32 columns tell.
+  // Adds elements of the row of elements 2 * half: those whose bits of 32 columns are set.
   __device__ __forceinline__ void add_word(int m, int half, int word, uint32_t bits,
                                            const FirstElement& mine) {
     words[word] |= (bits >> mine.column & 0x03030303u) << (m * 4 + half * 2);
   }
-  // What the bits of a note exclude.
+  // Adds what the bitmask excludes.
   template <bool kKeysInRows>
   __device__ __forceinline__ void add_masked(const AttentionParams& params, const uint32_t* bits,
                                              int first_query, int first_key,
                                              const FirstElement& mine) {
-    const int pitch = params.note.layout.bit_rows == 1 ? 0 : params.note.layout.words_of_bits();
+    const int pitch =
+        params.block_mask.layout.bit_rows == 1 ? 0 : params.block_mask.layout.words_of_bits();
     const uint32_t* const first = bits + first_key / 32;
     const auto row_of = [&](int query) {
       return first + int64_t{min(query, params.queries - 1)} * pitch;
@@ -409,12 +411,12 @@ struct Excluded {
   }
 };
 
-// Which of a warp's 16 keys and of the queries of a tile are excluded, keys in rows.
-template <int kQueries, bool kIsPlain>
+// Which pairs of a warp's 16 keys, in rows, and of the queries of a tile are excluded.
+template <int kQueries, bool kIsUnmasked>
 class ExcludedOfTile {
  public:
-  static constexpr int kPanels = kQueries / kNoteTile;
-  using Panels = Excluded<1, kNoteTile / 8>[kPanels];
+  static constexpr int kPanels = kQueries / kMaskTile;
+  using Panels = Excluded<1, kMaskTile / 8>[kPanels];
 
   // `group_key`: the first of the 64 keys of a warpgroup.
   __device__ ExcludedOfTile(const AttentionParams& params, int batch, int group_key, int warp_key)
@@ -422,35 +424,37 @@ class ExcludedOfTile {
         batch_(batch),
         warp_key_(warp_key),
         all_visible_(visible_from_all<64>(params, group_key)),
-        has_ranges_(!kIsPlain && params.visible.are_given()),
-        has_bits_(!kIsPlain && params.note.words != nullptr && params.note.layout.bit_rows > 0),
-        has_blocks_(!kIsPlain && params.mask.data != nullptr && !has_bits_) {}
+        has_ranges_(!kIsUnmasked && params.visible.are_given()),
+        has_bits_(!kIsUnmasked && params.block_mask.words != nullptr &&
+                  params.block_mask.layout.bit_rows > 0),
+        has_blocks_(!kIsUnmasked && params.mask.data != nullptr && !has_bits_) {}
 
-  // The bits of 64 queries that the mask excludes, of this lane's keys number 0 and 8.
+  // The bits of 64 queries that the mask excludes, for this lane's keys 0 and 8.
   using Masked = uint2[2];
   __device__ bool has_bits() const { return has_bits_; }
-  // From the note. Where all queries share the bits of a key, those are the bits of any tile.
+  // Loads them from the bitmask. If all queries share the bits of a key, each tile has the same.
   __device__ __forceinline__ void load_masked(Masked& masked, int head, int query) const {
     if (!has_bits_) return;
-    const NoteLayout& layout = params_.note.layout;
-    const uint32_t* const note = params_.note.of(batch_, head);
+    const BlockMaskLayout& layout = params_.block_mask.layout;
+    const uint32_t* const words_of_head = params_.block_mask.of(batch_, head);
     const int key = warp_key_ + FirstElement().row;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (layout.has_bits_by_key()) {
-        masked[half] = __ldg(reinterpret_cast<const uint2*>(
-                                 note + layout.bits_by_key(key / kNoteTile, query / kNoteTile)) +
-                             key % kNoteTile + 8 * half);
+        masked[half] =
+            __ldg(reinterpret_cast<const uint2*>(
+                      words_of_head + layout.bits_by_key(key / kMaskTile, query / kMaskTile)) +
+                  key % kMaskTile + 8 * half);
       } else {
-        const uint32_t bits = __ldg(note + layout.bits() + warp_key_ / 32);
+        const uint32_t bits = __ldg(words_of_head + layout.bits() + warp_key_ / 32);
         masked[half].x = masked[half].y = -(bits >> (key % 32 + 8 * half) & 1);
       }
     }
   }
 
   __device__ bool has_ranges() const { return has_ranges_; }
-  // masked_of(panel, half) tells the bits of a key, as Masked has them, and sees_all(panel) whether
-  // all queries of a panel see all keys of the warp, by range; range_of(column) what a query sees.
+  // masked_of(panel, half): the bits of a key, as in Masked. sees_all(panel): whether all queries
+  // of a panel see all keys of the warp, by range. range_of(column): what a query sees.
   template <class MaskedOf, class SeesAll, class RangeOf>
   __device__ __forceinline__ void find(Panels& excluded, int head, int query, MaskedOf&& masked_of,
                                        SeesAll&& sees_all, RangeOf&& range_of) const {
@@ -461,7 +465,7 @@ class ExcludedOfTile {
       for (int panel = 0; panel < kPanels; ++panel) {
         if (!sees_all(panel))
           excluded[panel].add_others(
-              warp_key_, [&](int offset) { return range_of(panel * kNoteTile + offset, column); });
+              warp_key_, [&](int offset) { return range_of(panel * kMaskTile + offset, column); });
       }
     } else if (is_cut) {
       const int key = warp_key_ + FirstElement().row;
@@ -475,15 +479,15 @@ class ExcludedOfTile {
           return bits_outside(seen_from[half], query + 64 * panel + 32 * word);
         });
     }
-    if (kIsPlain || (!has_bits_ && !has_blocks_)) return;
+    if (kIsUnmasked || (!has_bits_ && !has_blocks_)) return;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       if (has_bits_) {
         const Masked masked = {masked_of(panel, 0), masked_of(panel, 1)};
         excluded[panel].add_words(
             [&](int half, int word) { return word == 0 ? masked[half].x : masked[half].y; });
-      } else if (!is_seen(params_, batch_, head, query / kNoteTile + panel,
-                          warp_key_ / kNoteTile)) {
+      } else if (!is_seen(params_, batch_, head, query / kMaskTile + panel,
+                          warp_key_ / kMaskTile)) {
         excluded[panel].add_all();
       }
     }

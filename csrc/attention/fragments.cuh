@@ -29,7 +29,7 @@ __device__ inline float sum_of_row(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Two neighbours as a tile has them: 16-bit ones in one word, as a matrix instruction takes them.
+// Two neighbours as a tile has them. 16-bit ones are one word, an operand of a matrix instruction.
 template <class T>
 using Pair = std::conditional_t<sizeof(T) == 2, uint32_t, float2>;
 
@@ -42,7 +42,7 @@ __device__ inline Pair<T> round_pair(float first, float second) {
   }
 }
 
-// The same of which negative ones become 0; NaN stays.
+// round_pair after negative numbers became 0. NaN stays.
 template <class T>
 __device__ inline Pair<T> round_positive_pair(float first, float second) {
   Pair<T> pair;
@@ -56,13 +56,13 @@ __device__ inline Pair<T> round_positive_pair(float first, float second) {
   return pair;
 }
 
-// What a matrix instruction sums over: 32 bytes of a row.
+// What a step of a matrix instruction sums over: 32 bytes of a row.
 template <class T>
 inline constexpr int kStep = 32 / static_cast<int>(sizeof(T));
 
-// A result's columns kStep<T> * step and on as a matrix `a`. Negative ones become 0 where
-// kArePositive. Of 32-bit elements columns 2 * i and the next take the places of columns i and
-// i + 4 of the matrix, so that each lane has what it needs: the matrix `b` has its rows in the same
+// Columns kStep<T> * step and on of a result as a matrix `a`. If kArePositive, negative elements
+// become 0. With 32-bit elements, columns 2 * i and 2 * i + 1 take the places of columns i and i +
+// 4 of the matrix, so that each lane has what it needs. The matrix `b` has its rows in the same
 // order.
 template <class T, bool kArePositive = false, int kN>
 __device__ inline void as_matrix_a(uint32_t (&a)[4], const float (&results)[kN][4], int step) {

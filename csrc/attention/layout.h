@@ -1,6 +1,6 @@
 #pragma once
-// What lies where in the shared memory of a block, in bytes: kernels read it here, and plans
-// whether a block has room. Plain host code.
+// Layouts of the shared memory of a block, in bytes. Kernels place their data by them, and plans
+// ask whether a block has room. Plain host code.
 
 #include <algorithm>
 
@@ -16,8 +16,8 @@ enum class BiasKind {
   kAny,   // any element type and strides, and any bias of float32 queries
 };
 
-// Between rows of a bias in float32, in elements: more does not help, because the lanes of a warp
-// then meet in the same banks as often, forward, or more often, backward.
+// Padding between rows of a bias in float32, in elements. More does not help: the lanes of a warp
+// then have as many bank conflicts, forward, or more, backward.
 inline constexpr int kBiasPadding = 4;
 
 constexpr int tile_bytes(int rows, int columns, int element_bytes = 2) {
@@ -30,7 +30,7 @@ constexpr int bias_bytes(BiasKind kind, int queries, int keys) {
                                   : 0;
 }
 
-// Queries, keys, values, bias.
+// Forward: queries, keys, values, bias.
 struct ForwardLayout {
   int keys, values, bias, bias_bytes;
 
@@ -42,8 +42,8 @@ struct ForwardLayout {
   constexpr int bytes(int bias_stages) const { return bias + bias_stages * bias_bytes; }
 };
 
-// Keys, values, weights, gradients of scores, rows of two steps, the bias; then queries and
-// gradients of outputs of each stage.
+// Backward: keys, values, weights, gradients of scores, rows of two steps, the bias; then queries
+// and gradients of outputs of each stage.
 struct BackwardLayout {
   int values, weights, scores, rows, bias, stages, stage_bytes;
 
@@ -58,9 +58,8 @@ struct BackwardLayout {
   constexpr int bytes(int count) const { return stages + count * stage_bytes; }
 };
 
-// Of the gradient of a bias in order: the bias; then, or in its place where registers hold it, of
-// each stage, keys, values, queries,
-// gradients of outputs, rows, and bits of a mask of keys, of 128 of them.
+// The gradient of a bias in order: the bias, unless registers hold it; then for each stage keys,
+// values, queries, gradients of outputs, rows, and bits of a mask of 128 keys.
 struct BiasGradientLayout {
   int bias, stages, values, queries, gradients, rows, key_bits, stage_bytes;
 
@@ -76,8 +75,8 @@ struct BiasGradientLayout {
   constexpr int bytes(int count) const { return std::max(stages + count * stage_bytes, bias); }
 };
 
-// Of dQ in order: queries, gradients of outputs, keys, values, bias. Where a step has fewer keys
-// than the block has queries, keys take the place of values.
+// dQ in order: queries, gradients of outputs, keys, values, bias. If a step has fewer keys than the
+// block has queries, keys take the place of values.
 struct InOrderLayout {
   int gradients, keys, values, bias, bytes;
 
@@ -90,8 +89,8 @@ struct InOrderLayout {
         bytes(bias + bias_bytes(kind, kInOrderQueries, step_keys)) {}
 };
 
-// A ring of keys and values for each warp; at the end, in its place, what each warp has of its
-// rows, the largest logit and the sum of weights among it.
+// Decoding: a ring of keys and values for each warp. At the end the results of each warp's rows
+// take its place, with the largest logit and the sum of weights.
 struct DecodeLayout {
   int pitch, stage_bytes, bytes;
 
@@ -102,9 +101,8 @@ struct DecodeLayout {
               std::max(kDecodeStages * stage_bytes, kMaxDecodeQueries * (pitch + 2) * 4)) {}
 };
 
-// Of head dimensions beyond kMaxHeadDim: queries, keys and values of two steps, weights; of each
-// row the factor of a step, and at the end the largest logit and the sum of weights; what 16 rows
-// see.
+// Head dimensions above kMaxHeadDim: queries, keys and values of two steps, weights; for each row
+// the factor of a step, and at the end the largest logit and the sum of weights; what 16 rows see.
 struct WideLayout {
   static constexpr int kKeys = tile_bytes(kWideRows, kMaxWideHeadDim);
   static constexpr int kKeyBytes = tile_bytes(kWideKeys, kMaxWideHeadDim);

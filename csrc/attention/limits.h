@@ -1,35 +1,34 @@
 #pragma once
-// Tiles of attention: the family's only limits. Plain C++, no CUDA, no torch.
+// Tiles and thresholds of attention: the family's only limits. Plain C++, no CUDA, no torch.
 
 namespace megasoftmax {
 
-// The major number of the first compute capability that has attention: its products of 16 x 16
-// matrices, bfloat16 and asynchronous copies.
+// Attention needs compute capability 8.0, the first with bfloat16 and asynchronous copies.
 inline constexpr int kLeastMajor = 8;
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kMaxFloatHeadDim = 128;  // of float32
 inline constexpr int kMaxScale = 10000;
-// Of queries and keys together: what tiles reach beyond them fits 31 bits too.
+// Most queries and keys together. The last tile may end later, and its end fits 31 bits too.
 inline constexpr int kMaxPositions = 2147000000;
-// Of kDropoutSteps entries the most that dropout may drop, so that its bits compare as float16.
+// Most of kDropoutSteps entries that dropout may drop. Below it the bits compare as float16.
 inline constexpr int kMaxDropped = 31744;
-// Queries, and keys, of a tile that a note of masks and ranges speaks of.
-inline constexpr int kNoteTile = 64;
-// What a thread may spill: bounds and sums that are needed once for a tile, beside its products.
-// With more registers for them fewer blocks would run at a time.
+// Queries, and keys, of a tile of the block mask.
+inline constexpr int kMaskTile = 64;
+// What a thread may spill, in bytes: bounds and sums that are needed once for a tile, beside its
+// products. With more registers for them fewer blocks would run at a time.
 inline constexpr int kMaxSpilledBytes = 200;
-// The same in Hopper's kernels. Their warps that copy, fill tables or add up gradients of a bias
-// have 24 to 40 registers each, and are not what products wait for. The others keep to 200, except
-// for a head dimension of 64 with a bias beside a mask, ranges or dropout.
+// What a thread of Hopper's kernels may spill. Warps that copy, fill tables or add up gradients of
+// a bias have 24 to 40 registers each, and products do not wait for them. The others keep to 200,
+// except for a head dimension of 64 with a bias beside a mask, ranges or dropout.
 inline constexpr int kHopperMaxSpilledBytes = 700;
-// The same of float32, of which the backward pass keeps a part of its sums there while it makes
-// scores, at a head dimension of 64.
+// What a thread may spill in kernels of float32. At a head dimension of 64 the backward pass spills
+// a part of its sums while it makes scores.
 inline constexpr int kFloatMaxSpilledBytes = 450;
-// Shared memory that kernels of notes, and the one that adds up parts of a gradient of a bias,
-// declare themselves. They have no other, and no others declare any.
+// Bytes of shared memory that a kernel declares itself. Only the kernels of block masks and the one
+// that adds up parts of a gradient of a bias do, and they use no other.
 inline constexpr int kAttentionMaxDeclaredBytes = 4096;
 
-// A block of queries against one tile of keys after the other, forward.
+// A block of the portable forward has queries, and takes one tile of keys after the other.
 struct AttentionTile {
   int head_dim;  // of queries, keys and values; shorter ones are filled up with 0
   int warps;
@@ -43,7 +42,7 @@ struct AttentionTile {
 };
 // The last column: TFLOP/s on an H200, bfloat16. Head dims 64 and 128: [4, 16, 4096, d] with a bias
 // [1, h]. 32: [128, 4, 384, d] with a bias [b, h]. 256: [2, 16, 4096, d], causal.
-// Of tiles for the same head dimension a GPU takes the first that a block of it has room for.
+// A GPU takes the first tile for a head dimension that fits into the shared memory of a block.
 // clang-format off
 inline constexpr AttentionTile kAttentionForwardTiles[] = {
     // head dim, warps, queries/warp, keys, blocks/SM
@@ -63,8 +62,8 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 // The major number of Hopper's compute capability.
 inline constexpr int kHopperMajor = 9;
 
-// The same on Hopper: warpgroups of 64 queries each, and one more that only copies. Both have their
-// number of registers a thread.
+// A block of Hopper's forward: warpgroups of 64 queries each, and one more that only copies. Both
+// have their number of registers a thread.
 struct AttentionHopperTile {
   int head_dim, value_dim;  // of queries and keys, and of values
   int warpgroups;
@@ -76,29 +75,29 @@ struct AttentionHopperTile {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
 };
-// A block has the registers of its launch, the same number for each thread, a multiple of 8. A
-// warpgroup that asks for more than the others left would wait for ever.
+// A launch gives each thread the same number of registers, a multiple of 8. A warpgroup that asks
+// for more than the others gave back would wait for ever.
 template <class Tile>
 constexpr bool shares_registers(const Tile& tile) {
   const int registers = 65536 / tile.threads() / 8 * 8;
   return 128 * (tile.copier_registers + tile.warpgroups * tile.registers) <=
          tile.threads() * registers;
 }
-// Where tiles of queries see at most so many tiles of keys, a block takes several, one after the
-// other: that hides their beginnings and ends. Else each has a block of its own, which balances
-// better. With a mask or ranges, where lengths are not known, blocks count the tiles that they
-// take.
-inline constexpr int kMaxStepsOfSharedBlocks = 8;
-// Heads whose tiles lie side by side in a grid: with more, tiles end no more at once.
+// Blocks are persistent if a tile of queries sees at most this many tiles of keys: a block takes
+// several tiles, and the next one starts while the last one ends. With longer tiles one block a
+// tile balances better. With a mask or ranges the lengths are not known. Then persistent blocks
+// take their next tile from a counter.
+inline constexpr int kMaxStepsOfPersistentBlocks = 8;
+// Most heads whose tiles lie side by side in a grid. With more, the last tiles do not end together.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
-// The same where blocks of keys take turns at the gradients of queries: about as many blocks run at
-// a time.
+// Heads whose tiles lie side by side where blocks of keys take turns at the gradients of queries:
+// about as many blocks run at a time.
 inline constexpr int64_t kHeadsOfTurns = 512;
-// A block waits for one step of each block of the same head that begins with it. It takes turns
-// where it has so many times as many steps.
+// A block that takes turns waits for one step of each block of the same head that began with it.
+// Turns are used if a block has at least this many steps for each step that it waits.
 inline constexpr int64_t kStepsOfTurn = 2;
-// Where lengths are not known, tiles of at least so many heads lie side by side that each head has
-// so many blocks at a time.
+// If lengths are not known, enough heads lie side by side that each has about this many blocks at a
+// time.
 inline constexpr int64_t kBlocksOfHead = 8;
 // The last column: TFLOP/s of [4, 16, 4096, d], bfloat16, without causality or a bias. For 64 and
 // 128 cuDNN has 463 and 680.
@@ -116,10 +115,9 @@ inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
 };
 // clang-format on
 
-// A block of keys against one tile of queries after the other, backward, where the forward is
-// Hopper's too. Two warpgroups have 64 keys each, and a third one copies. A wide tile has 64 keys
-// in all. Each of the three makes other products of them; the one that makes gradients of queries
-// copies, too.
+// A block of Hopper's backward has keys, and takes one tile of queries after the other. Two
+// warpgroups have 64 keys each, and a third one copies. A wide tile has 64 keys in all: one
+// warpgroup sums dV, one dK, and the third computes dQ and copies.
 struct AttentionHopperBackwardTile {
   int head_dim, value_dim;
   int queries;
@@ -130,8 +128,8 @@ struct AttentionHopperBackwardTile {
   constexpr bool has_turns() const { return !is_wide(); }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return is_wide() ? 64 : 64 * warpgroups; }
-  // With a bias. Warps that sum its gradient take the registers that products leave; of a table
-  // more, because they make products too.
+  // With a bias, warps that sum its gradient need more registers, and those for a table more than
+  // others, because they make products too.
   constexpr AttentionHopperBackwardTile with_bias(bool is_table) const {
     AttentionHopperBackwardTile tile = *this;
     if (head_dim < 128 || is_table) {
@@ -141,10 +139,11 @@ struct AttentionHopperBackwardTile {
     return tile;
   }
 };
-// So many batches at most that share a bias sum its gradient in a cluster of blocks. The number of
-// them is a power of 2, for equal parts of a tile.
+// Most batches that share a bias and sum its gradient in a cluster of blocks. Their number is a
+// power of 2, so that the parts of a tile are equal.
 inline constexpr int kMaxBiasCluster = 8;
-// The last column: TFLOP/s of forward and backward together, of the same; cuDNN has 457 and 605.
+// The last column: TFLOP/s of forward and backward together, [4, 16, 4096, d], bfloat16. For 64 and
+// 128 cuDNN has 457 and 605.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // dims (head, value), queries, registers (that copies, others)
@@ -159,74 +158,75 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 };
 // clang-format on
 
-// Few queries of many keys: a warp takes 16 rows, queries of all heads that share keys, and 16 keys
-// at a time, through a ring of kDecodeStages steps. Blocks have 96 KB of rings at most, which every
-// GPU has room for.
+// Decoding, up to 16 queries: a warp takes 16 rows, the queries of all heads that share keys, and
+// 16 keys at a time through a ring of kDecodeStages stages. The rings of a block take at most 96
+// KB, which every GPU has.
 inline constexpr int kMaxDecodeQueries = 16, kDecodeKeys = 16, kDecodeStages = 2;
 constexpr int decode_warps(int head_dim) { return head_dim > 128 ? 3 : head_dim > 64 ? 6 : 8; }
-// The compiler's register budget; shared memory may have room for one block alone. While one block
-// begins or ends, the other one reads, and blocks of a cluster find room.
+// Sets the register budget. Shared memory may have room for one block only. With two, one block
+// reads while the other begins or ends, and clusters find room.
 inline constexpr int kDecodeBlocksPerSm = 2;
-// No part has fewer keys than the warps of a block take at a time.
+// Fewest keys of a split: what the warps of a block take at a time.
 constexpr int fewest_keys_of_decode_split(int head_dim) {
   return decode_warps(head_dim) * kDecodeKeys;
 }
-// Each 16 rows read all keys. Of more queries than these, heads that share keys take Hopper's
-// kernels, where a block reads keys once for several heads.
+// Decoding reads all keys for each 16 rows. With more queries than this, heads that share keys take
+// Hopper's kernels, whose blocks read keys once for several heads.
 inline constexpr int kMostQueriesOfSharedRows = 8;
 
-// Head dimensions beyond kMaxHeadDim, forward: the largest of queries and keys, and of values; the
-// rows of a block, queries of heads that share keys; the keys of a step. Blocks need the shared
-// memory of GPUs of these major numbers.
+// Head dimensions above kMaxHeadDim, forward only: the largest one of queries and keys, and of
+// values. A block has kWideRows rows, which are queries of heads that share keys, and takes
+// kWideKeys keys a step. Only GPUs of these major numbers have enough shared memory for a block.
 inline constexpr int kMaxWideHeadDim = 576, kMaxWideValueDim = 512;
 inline constexpr int kWideRows = 64, kWideKeys = 32, kWideThreads = 256;
 inline constexpr int kFirstWideMajor = 9, kLastWideMajor = 10;
 
-// Where blocks are too few for a GPU, several have the same queries, and each takes a part of the
-// keys, of at least kFewestKeysOfSplit. The parts are as many as make whole waves of blocks, up to
-// so many waves. How many waves, the time tells, in keys that a block takes. A wave takes the keys
-// of a block, kKeysOfStart, and for each row kKeysOfPart for writing and reading a part, which has
-// as many bytes as a key. Blocks do not end at once: one of kImbalance of a wave is lost. Adding
-// parts up is a launch of kKeysOfLaunch.
+// If a launch has too few blocks for a GPU, keys are split: several blocks have the same queries,
+// and each takes a part of the keys, at least kFewestKeysOfSplit. The number of splits fills whole
+// waves of blocks, at most kMaxWavesOfSplits. splits_for takes the number with the least estimated
+// time. Its unit is the time of a key in a block. A wave takes the keys of a block plus
+// kKeysOfStart, and kKeysOfPart for each row, to write and read a part. Blocks do not end together:
+// 1 / kImbalance of a wave is lost. The launch that adds up parts takes kKeysOfLaunch.
 inline constexpr int kFewestKeysOfSplit = 256, kMaxWavesOfSplits = 8;
 inline constexpr int kKeysOfStart = 128, kKeysOfPart = 2, kKeysOfLaunch = 256, kImbalance = 16;
 
-// Of few queries, blocks with the same queries are a cluster of up to kMaxClusterOfSplits, which
-// adds up parts in shared memory, where so many clusters have at least half as many blocks as would
-// run without. kDecodeWarpsOfSm warps of a multiprocessor are enough. Clusters must fit in parts of
-// the GPU: they do not take more than three of four blocks that have room. Other blocks wait for
-// each other before they add up parts: one for each multiprocessor, or more up to kMaxPartsBeside
-// parts.
+// Decoding splits keys in one of two ways. Clusters of up to kMaxClusterOfSplits blocks with the
+// same queries add up parts in shared memory. They are used if they keep at least half as many
+// blocks busy as the other way would. kDecodeWarpsOfSm warps saturate a multiprocessor, and
+// clusters fill at most three quarters of the blocks that have room. The other way: all blocks of a
+// cooperative launch wait for each other, then add up parts from the workspace. It has one block
+// per multiprocessor, or more with up to kMaxPartsBeside parts.
 inline constexpr int kMaxClusterOfSplits = 8, kDecodeWarpsOfSm = 9;
 inline constexpr int64_t kMaxPartsBeside = 32;
 
-// A warp adds up at least four parts of a row where there are as many.
+// A warp adds up at least four parts of a row, if there are four.
 inline constexpr int kCombineThreads = 256;
 constexpr int combine_warps(int splits) {
   return splits > 16 ? 8 : splits > 8 ? 4 : splits > 4 ? 2 : 1;
 }
 
-// The gradient of a bias in the same order each time: a block of warps beside each other, each with
-// `side` keys and as many queries. A GPU takes the first tile that holds the head dimensions and
-// that a block of it has room for. So many steps at most are in shared memory at a time.
+// A block of the deterministic gradient of a bias. Each warp has `side` keys and `side` queries. A
+// GPU takes the first tile for a head dimension that fits into the shared memory of a block.
 struct AttentionBiasGradientTile {
   int head_dim;
   int key_warps, query_warps, side;
   int blocks_per_sm;
   int element_bytes = 2;
 
-  // In registers.
+  // Whether the tile of the bias stays in registers.
   constexpr bool holds_bias() const { return head_dim == 64 && element_bytes == 2; }
   constexpr int threads() const { return 32 * key_warps * query_warps; }
   constexpr int keys() const { return key_warps * side; }
   constexpr int queries() const { return query_warps * side; }
 };
+// Most steps in shared memory at a time.
 inline constexpr int kMostBiasGradientStages = 4;
-// Windows of so many queries and keys have gradients of a bias in order in any case.
+// Up to this many queries and keys, the gradient of a shared bias is always summed in order.
 inline constexpr int kMostOfSmallWindow = 64;
-// Into how many parts those that share an entry are cut, the time tells, in clocks. A
-// multiprocessor makes so many scores times the head dimension in one, and the GPU writes and adds
-// up so many entries of parts. Parts take so many bytes at most, and so many waves of blocks.
+// The batches and heads that share an entry are cut into the number of parts with the least
+// estimated time, in clocks. In a clock a multiprocessor makes kWorkOfClock scores times the head
+// dimension, and the GPU writes and adds up kPartEntriesOfClock entries of parts. Parts take at
+// most kMostBiasPartBytes, and kMostWavesOfBiasParts waves of blocks.
 inline constexpr int kWorkOfClock = 256, kPartEntriesOfClock = 256, kClocksOfAddingParts = 4000;
 inline constexpr int64_t kMostBiasPartBytes = 256 << 20, kMostWavesOfBiasParts = 12;
 // clang-format off
@@ -245,10 +245,10 @@ inline constexpr AttentionBiasGradientTile kAttentionBiasGradientTiles[] = {
 };
 // clang-format on
 
-// dQ in the same order each time: the queries of a block.
+// Queries of a block of the kernel that sums dQ in order.
 inline constexpr int kInOrderQueries = 64;
 
-// A block of keys against one tile of queries after the other, backward.
+// A block of the portable backward has keys, and takes one tile of queries after the other.
 struct AttentionBackwardTile {
   int head_dim;
   int warps;
@@ -258,17 +258,18 @@ struct AttentionBackwardTile {
   int element_bytes = 2;
 
   constexpr int threads() const { return 32 * warps; }
-  // Of a warp: so many queries, and as many keys. Two warps have the same keys.
+  // Queries of a warp, and keys. Two warps have the same keys.
   constexpr int side() const { return queries / 2; }
   constexpr int keys() const { return side() * warps / 2; }
-  // Whether some instances of the kernel sum gradients of queries in turns, or whole. They are
-  // instances of their own, since others would lose time.
+  // Whether the kernel has instances that sum gradients of queries in turns, or whole. Other
+  // instances would lose time if they could do both.
   constexpr bool has_turns() const { return element_bytes == 2 && head_dim <= 64; }
-  // Of a step for dQ in order.
+  // Keys of a step of the kernel that sums dQ in order.
   constexpr int in_order_keys() const { return queries; }
 };
-// As kAttentionForwardTiles. The last column: TFLOP/s of forward and backward together, of its
-// cases, without a gradient of the bias.
+// The last column: TFLOP/s of forward and backward together, of the cases of
+// kAttentionForwardTiles, without a gradient of the bias. A GPU takes the first tile for a head
+// dimension that fits.
 // clang-format off
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     // head dim, warps, queries, slice, blocks/SM

@@ -10,12 +10,12 @@
 
 namespace megasoftmax {
 
-// Of a warp's kM * 16 rows; this lane holds two of every 16, with three others.
+// The softmax of a warp's kM * 16 rows. This lane holds two of every 16 rows, with three others.
 template <int kM>
 struct OnlineSoftmax {
   float scale;                   // makes logits of scores
   float max[kM][2], sum[kM][2];  // the largest logit; sums of this lane's columns only
-  bool is_settled = false;       // for all lanes the same; see try_weights
+  bool can_reuse_max = false;    // the same for all lanes; see try_weights
 
   __device__ explicit OnlineSoftmax(float scale) : scale(scale) {
 #pragma unroll
@@ -25,8 +25,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Makes scores, or logits, to weights exp(logit - max). Calls rescale(m, half, factor) for what
-  // was summed with the weights before of a row whose maximum changed, and perhaps of others.
+  // Turns scores, or logits, into weights exp(logit - max). Calls rescale(m, half, factor) for the
+  // earlier sums of a row whose maximum changed, and perhaps for other rows.
   template <bool kAreLogits, int kN, class Rescale>
   __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, Rescale&& rescale) {
     const float to_logit = kAreLogits ? 1.f : scale;
@@ -60,12 +60,11 @@ struct OnlineSoftmax {
     }
   }
 
-  // Rounds weights of 16 rows to factors of a product, relative to the largest logits that weigh
-  // found in tiles before, and does not look for those of this tile. They seldom exceed the others
-  // by much, and then nothing that was summed before has to be scaled. Returns whether the weights
-  // are right, to all lanes the same; else only `weights` has changed. Not for rows that are not
-  // settled. If kDrops, drop(first, weights) may change what is rounded, but not what is summed: of
-  // 32 keys at a time, eights of them from `first` on.
+  // Rounds weights of 16 rows to factors of a product, relative to the maxima of earlier tiles. The
+  // logits of a tile seldom exceed those by much, and then earlier sums need no scaling. Returns
+  // the same for all lanes: whether the weights are small enough. Else only `weights` has changed.
+  // Only for rows that can reuse their maxima. If kDrops, drop(first, weights) may change what is
+  // rounded, but not what is summed: of 32 keys at a time, eights of them from `first` on.
   template <class T, bool kAreLogits, bool kDrops, int kN, class Drop>
   __device__ __forceinline__ bool try_weights(const Accumulators<kM, kN>& scores,
                                               uint32_t (&weights)[kN / 2][4], Drop&& drop) {
@@ -102,26 +101,26 @@ struct OnlineSoftmax {
         }
       }
     }
-    // No number is not at most anything.
+    // NaN fails this comparison.
     if (__any_sync(~0u, !(total[0] + total[1] <= kMostOfTile))) return false;
     sum[0][0] += total[0];
     sum[0][1] += total[1];
     return true;
   }
-  // Of 16 rows whose largest logits weigh just found; before they were `before`. Rows are settled
-  // whose logits are numbers, are not large and rise slowly, or begin here.
-  __device__ __forceinline__ void settle(const float (&before)[2]) {
-    bool is_restless = false;
+  // Decides whether try_weights may reuse the maxima that weigh just found, which were `before`: if
+  // logits are finite, not large, and rise slowly or begin here.
+  __device__ __forceinline__ void decide_reuse(const float (&before)[2]) {
+    bool must_find = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float row = max[0][half];
-      is_restless |= !(sum[0][half] < INFINITY) || fabsf(offset_of(row)) > kLargestOffset ||
-                     (before[half] != kLowest && row - before[half] > kMostRise);
+      must_find |= !(sum[0][half] < INFINITY) || fabsf(offset_of(row)) > kLargestOffset ||
+                   (before[half] != kLowest && row - before[half] > kMostRise);
     }
-    is_settled = !__any_sync(~0u, is_restless);
+    can_reuse_max = !__any_sync(~0u, must_find);
   }
 
-  // The same as weigh, and scales what was summed.
+  // Calls weigh, and scales the sums of values times weights.
   template <bool kAreLogits, int kN, int kColumns>
   __device__ __forceinline__ void step(Accumulators<kM, kN>& scores,
                                        Accumulators<kM, kColumns>& output) {
@@ -136,11 +135,11 @@ struct OnlineSoftmax {
 
  private:
   static constexpr float kLargestOffset = 4096.f;  // rounded to 2^-12
-  // Of a lane's weights in a tile, relative to the largest logits before: float16 has room for it.
-  // Logits that rise by less do not reach it.
+  // Most of a lane's weights in a tile, summed, relative to earlier maxima: float16 has room for
+  // them. Logits that rise by at most kMostRise do not reach it.
   static constexpr float kMostOfTile = 16384.f, kMostRise = 5.f;
 
-  // Of a row the largest logit, also of what came before.
+  // The largest logit of a row, earlier ones included.
   template <int kN>
   __device__ __forceinline__ float find_largest(const Accumulators<kM, kN>& scores, int m, int half,
                                                 float to_logit) const {
@@ -152,10 +151,10 @@ struct OnlineSoftmax {
     }
     return fmaxf(max[m][half], warp_max<4>(row) * to_logit);
   }
-  // The exponent in one instruction instead of two: all weights of a row then have the same error,
-  // that of rounding max * log2(e), which the sum has too; that of rounding the factor of a score
-  // is 2^-24 of it. Where that of a row which the warp has at a time is large it is taken off
-  // first.
+  // Exponents are score * c - offset, in one instruction instead of two. All weights of a row then
+  // have the same error, from rounding max * log2(e), and the sum has it too. The error from
+  // rounding c is 2^-24 of an exponent. If the offset of some row of the warp is large, the maximum
+  // is subtracted first.
   __device__ __forceinline__ static float offset_of(float row) { return __fmul_rn(row, kLog2E); }
   __device__ __forceinline__ static bool is_large(float offset) {
     return __any_sync(~0u, fabsf(offset) > kLargestOffset);
@@ -171,8 +170,8 @@ struct OnlineSoftmax {
         scores[m][n][i] = fmaf(scores[m][n][i], to_logit, -row) * back;
     }
   }
-  // Returns the factor of what was summed before. Rounded as the offset: fused, a row whose maximum
-  // stays would have a factor that is not 1, again with each tile.
+  // Returns the factor of earlier sums. It is rounded as the offset is. If it were fused, rows
+  // whose maximum stays would have a factor other than 1 with each tile.
   __device__ __forceinline__ float raise_max(int m, int half, float row, bool are_large) {
     const float factor = exp2_approximate(are_large ? (max[m][half] - row) * kLog2E
                                                     : offset_of(max[m][half]) - offset_of(row));
@@ -195,21 +194,21 @@ struct OnlineSoftmax {
   }
 };
 
-// What remains of a row: its factor and its statistics.
+// The end of a row: the factor of its output, and its statistics.
 struct RowEnd {
   float factor;  // of the weighted sum of values
   float max;     // of logits
   float log_sum;
   float lse;
 
-  // `sum` relative to `largest`, the largest logit; `sink` -inf joins nothing. A row where nothing
-  // can be excluded is no number when nothing is left of it.
+  // `sum`: of weights relative to `largest`, the largest logit. A sink of -infinity adds nothing. A
+  // row without a visible key is NaN unless a key can be excluded.
   __device__ RowEnd(float largest, float sum, float sink, bool can_exclude) {
     const float reference = fmaxf(largest, sink);
     const float share = exp2_approximate((largest - reference) * kLog2E);
     const float total = sum * share + exp2_approximate((sink - reference) * kLog2E);
     const float log_total = logf(total);
-    // Selected without a branch, so that the two rows of a lane are computed together.
+    // No branch, so that the two rows of a lane are computed together.
     const bool is_empty = sum == 0.f;
     const float nothing = can_exclude ? 0.f : NAN, sink_alone = sink == INFINITY ? NAN : sink;
     factor = is_empty ? nothing : __fdividef(share, total);
@@ -223,6 +222,31 @@ struct RowEnd {
     params.statistics[params.rows() + row] = log_sum;
     params.statistics[2 * params.rows() + row] = lse;
   }
+};
+
+// The end of the rows of a head: what the options of the logits add to the sums over keys.
+class RowEnds {
+ public:
+  __device__ RowEnds(const AttentionParams& params, int head)
+      : params_(params), sink_(sink_logit(params.sink, head)) {}
+
+  // The end of a row with this largest logit and sum of weights relative to it.
+  __device__ RowEnd of(float largest, float sum) const {
+    return RowEnd(largest, sum, sink_, params_.can_exclude);
+  }
+  // Backward: stores a row's gradient of the sink, if that is wanted, and returns it.
+  __device__ float store_gradient(const AttentionBackwardParams& params, int64_t row,
+                                  float delta) const {
+    const float gradient = sink_ == -INFINITY
+                               ? 0.f
+                               : -expf(sink_ - params.statistics[2 * params.rows() + row]) * delta;
+    if (params.sink_gradient != nullptr) params.sink_gradient[row] = gradient;
+    return gradient;
+  }
+
+ private:
+  const AttentionParams& params_;
+  float sink_;
 };
 
 }  // namespace megasoftmax

@@ -5,7 +5,7 @@
 
 #include "../common/integers.h"
 #include "../common/tensors.h"
-#include "note.h"
+#include "block_mask.h"
 
 namespace megasoftmax {
 
@@ -33,8 +33,8 @@ struct TileOrder {
   }
 };
 
-// Of queries, keys and values the rows are the third dimension; rows begin at multiples of 16
-// bytes, and their columns are dense and a multiple of 8.
+// Rows of queries, keys and values are the third dimension. They begin at multiples of 16 bytes,
+// and their columns are contiguous and a multiple of 8.
 struct AttentionParams {
   int64_t batches = 0, heads = 0, key_heads = 0;
   int queries = 0, keys = 0, head_dim = 0, value_dim = 0;
@@ -44,7 +44,7 @@ struct AttentionParams {
   // Bool, true = excluded, and a bias, of any strides. An entry of the mask stands for `mask_block`
   // queries and keys. Consecutive batches and heads may share an entry of the bias.
   Strided mask, bias;
-  int mask_block = 1;  // or a multiple of kNoteTile
+  int mask_block = 1;  // or a multiple of kMaskTile
   VisibleRanges visible;
   bool is_relative = false;  // the bias: an entry depends on key - query alone
   Divider batches_per_bias, heads_per_bias;
@@ -54,21 +54,21 @@ struct AttentionParams {
   int window_left = -1, window_right = -1;  // as in Window
   float scale = 1;
   bool is_tf32 = false;      // products of float32 are made of its TF32 part alone
-  bool can_exclude = false;  // a row of which nothing is left is 0, else no number
+  bool can_exclude = false;  // a row without a visible key is 0, else NaN
 
-  // Backward, set by the launcher: a block of keys takes all tiles of queries, also those that see
-  // none of its keys; blocks take turns, so that the first keys of as many heads begin first as
-  // blocks run at a time.
+  // Backward, set by the launcher. takes_all_queries: a block of keys takes all tiles of queries,
+  // also those that see none of its keys. takes_turns: blocks wait for those with earlier keys, so
+  // the grid begins with the first keys of as many heads as blocks run at a time.
   bool takes_all_queries = false, takes_turns = false;
 
-  // [3, batches, heads, queries]: the largest logit, or one that it exceeds by less than 10; the
-  // log of the denominator relative to the first; their sum.
+  // [3, batches, heads, queries]. 0: the largest logit, or a number less than 10 below it. 1: the
+  // log of the denominator relative to that. 2: their sum, the LSE.
   float* statistics = nullptr;
 
   TileOrder order;  // set by the launcher
 
-  // Of mask and ranges, where one is given; few queries need none.
-  Note note;
+  // Set if a mask or ranges are given and the kernel reads a block mask.
+  BlockMask block_mask;
 
   // Which entry of the bias a batch and head have.
   __device__ void entry_of_bias(int batch, int head, int& bias_batch, int& bias_head) const {
@@ -85,13 +85,14 @@ struct AttentionParams {
   __host__ __device__ int64_t bias_heads() const { return heads / heads_per_bias.divisor; }
 };
 
-// Into how many parts keys are split, which wait in the workspace or are added up in clusters.
+// Into how many parts keys are split. Parts are added up in clusters, or wait in the workspace.
 struct KeySplits {
   int count = 1;
   bool take_workspace = false;
 };
 
-// Of a row and a part of the keys: such a logit of it, and the sum of weights relative to that.
+// A row over a part of the keys: its maximum as in `statistics`, and the sum of weights relative to
+// it.
 struct alignas(8) PartEnd {
   float max, sum;
 };
@@ -99,32 +100,32 @@ struct alignas(8) PartEnd {
 struct AttentionForwardParams : AttentionParams {
   Strided output;
 
-  // Keys are split among so many blocks, and `parts`, workspace of part_floats(), has what each
-  // makes of a row. Null: keys are not split, or the blocks are a cluster, which adds up.
+  // Keys are split among so many blocks. `parts`, workspace of part_bytes(), has the results of
+  // each. Null: keys are not split, or the blocks are a cluster, which adds up in shared memory.
   int splits = 1;
   float* parts = nullptr;
-  Divider row_tiles;  // of those that have the same keys; set by the launcher
+  Divider row_tiles;  // tiles of queries with the same keys; set by the launcher
 
   int bias_stages = 1;  // set by the launcher: tiles of the bias in shared memory at a time
 
-  // Of Hopper's kernel, workspace: how many tiles of queries were taken by blocks that were done
-  // with one. Null: each block knows its tiles from the start.
-  uint32_t* tiles_taken = nullptr;
+  // Workspace of Hopper's kernel: counts tiles of queries that blocks took after their first. Null:
+  // each block knows its tiles from the start.
+  uint32_t* tile_counter = nullptr;
 
-  // Set by the launcher: of heads that share keys a block takes so many, a warpgroup each, where
-  // that has room for all queries; and how many blocks share the heads.
+  // Set by the launcher of Hopper's kernel: how many heads that share keys a block takes, one for
+  // each warpgroup, and how many blocks have all heads that share keys.
   int heads_of_block = 1;
   Divider blocks_of_heads;
 
-  // Of Hopper's kernel, set by the launcher, a multiple of 64: the first tile of a head begins so
-  // many queries before the first one. So the tile that is not full is the shortest one of a
-  // causal head, not the longest.
-  int lead = 0;
+  // Set by the launcher of Hopper's kernel, a multiple of 64: the first tile of a head begins so
+  // many queries before query 0. So the tile that is not full is the shortest tile of a causal
+  // head, not the longest.
+  int query_tile_offset = 0;
 
   // [splits, rows, value_dim], float32: sums of values times weights; then [splits, rows] of
   // PartEnd.
-  int64_t part_floats() const {
-    return splits * rows() * (value_dim + static_cast<int64_t>(sizeof(PartEnd) / sizeof(float)));
+  int64_t part_bytes(int64_t splits) const {
+    return splits * rows() * static_cast<int64_t>(value_dim * sizeof(float) + sizeof(PartEnd));
   }
   __device__ float* part(int64_t split, int64_t row) const {
     return parts + (split * rows() + row) * value_dim;
@@ -138,42 +139,42 @@ struct AttentionForwardParams : AttentionParams {
 struct alignas(16) RowOfBackward {
   float max;         // of logits
   float log2_sum;    // weights are 2^(log2(e) * (logit - max) - log2_sum)
-  float delta;       // the gradient of a score is its weight times what its weight's is beyond this
+  float delta;       // dS = P (dP - delta): rowsum(dO O) - dLSE
   float next_delta;  // of the next query of the head
 };
 
-// What a launch makes of the gradient of a bias, dS: sm80/bias_gradient.cuh has how, but for
-// kQueries, which needs no scores.
+// What a launch writes as the gradient of a bias, from dS. sm80/bias_gradient.cuh has a policy for
+// each kind but kQueries, which needs no scores.
 enum class BiasGradient {
   kNone,
-  kDense,       // [batches, heads, queries, keys], in the type of the bias
-  kKeys,        // its sums over queries: [batches, heads, keys], float32
-  kQueries,     // its sums over keys: [batches, heads, queries], float32
-  kShared,      // its sums over what shares an entry of the bias, in any order, float32
-  kInClusters,  // the same in a fixed order, in the type of the bias, by Hopper's clusters
-  kInOrder,     // as dense, summed over what shares an entry, by a launch of its own
-  kDiagonals,   // its sums along diagonals, tile by tile of keys
+  kDense,       // dS, [batches, heads, queries, keys], in the type of the bias
+  kKeys,        // sums over queries, [batches, heads, keys], float32
+  kQueries,     // sums over keys, [batches, heads, queries], float32
+  kShared,      // sums over batches and heads that share an entry, in any order, float32
+  kInClusters,  // such sums in a fixed order, in the type of the bias, by Hopper's clusters
+  kInOrder,     // such sums in a fixed order, in the type of the bias, by a launch of its own
+  kDiagonals,   // sums along diagonals of each tile of keys, float32
 };
 
 // How gradients of queries are summed over blocks of keys.
 enum class QueryGradient {
-  kAdded,    // in any order
-  kInTurns,  // in the order of the keys
-  kInOrder,  // likewise, by a launch of its own
+  kAdded,    // in any order, by atomics
+  kInTurns,  // in the order of the keys: blocks wait for each other
+  kInOrder,  // in the order of the keys, by a launch of its own
   kWhole,    // one block has all keys
 };
 
 struct AttentionBackwardParams : AttentionParams {
   Strided output, output_gradient;
   const float* lse_gradient = nullptr;  // [batches, heads, queries], or null
-  float* sink_gradient = nullptr;       // the same, of each row; or null
+  float* sink_gradient = nullptr;       // [batches, heads, queries], or null
 
   int stages = 1;  // set by the launcher: tiles of queries in shared memory at a time
 
   RowOfBackward* rows_of_backward = nullptr;  // [batches, heads, queries], workspace
 
-  // [batches, heads, queries, head_dim], float32, workspace of kAdded and kInTurns; and, of the
-  // latter, whose turn it is, workspace of turn_count().
+  // Workspaces of kAdded and kInTurns: sums, float32 [batches, heads, queries, head_dim]. `turns`,
+  // of kInTurns: turn_count() numbers of the block that may add next.
   QueryGradient query_gradient_kind = QueryGradient::kAdded;
   float* query_gradient_sum = nullptr;
   uint32_t* turns = nullptr;
@@ -182,10 +183,10 @@ struct AttentionBackwardParams : AttentionParams {
   BiasGradient bias_gradient_kind = BiasGradient::kNone;
   void* bias_gradient = nullptr;  // contiguous
   int64_t bias_gradient_bytes = 0;
-  float* table_gradient = nullptr;  // of diagonals: as the bias, but float32 and contiguous
+  float* table_gradient = nullptr;  // kDiagonals: sizes of the bias, float32, contiguous
 
-  // In order, what shares an entry is cut into so many parts. With more than one, workspace of
-  // bias_part_floats() has the sums of each, float32, of bias_entries() entries.
+  // kInOrder: batches and heads that share an entry are cut into so many parts. With more than one,
+  // workspace of bias_part_bytes() has the sums of each, float32, bias_entries() of them.
   int bias_parts = 1;
   float* part_sums = nullptr;
 
@@ -198,8 +199,15 @@ struct AttentionBackwardParams : AttentionParams {
   __host__ __device__ int64_t part_entries() const {
     return divide_up<int64_t>(bias_entries(), 4) * 4;
   }
-  int64_t bias_part_floats() const { return bias_parts > 1 ? bias_parts * part_entries() : 0; }
+  int64_t bias_part_bytes(int64_t parts) const {
+    return parts > 1 ? parts * part_entries() * static_cast<int64_t>(sizeof(float)) : 0;
+  }
   __device__ float* bias_part(int64_t part) const { return part_sums + part * part_entries(); }
+  // Of sums along diagonals of tiles of so many keys, see diagonals_of.
+  int64_t diagonal_bytes(int tile_keys) const {
+    return batches * heads * divide_up(keys, tile_keys) * (int64_t{tile_keys} - 1 + queries) *
+           static_cast<int64_t>(sizeof(float));
+  }
 };
 
 // Sums along diagonals of a tile of kKeys keys, of which each tile has its own: [batches, heads,

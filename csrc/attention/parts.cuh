@@ -1,6 +1,6 @@
 #pragma once
-// Rows of which several blocks make parts, each of some of the keys: what a block leaves in the
-// workspace, and how it is added up.
+// Rows whose keys are split among blocks: what a block leaves in the workspace, and how parts are
+// added up.
 
 #include "../common/vector.cuh"
 #include "exclusion.cuh"
@@ -10,8 +10,7 @@
 
 namespace megasoftmax {
 
-// Of keys that are seen, a multiple of kStep first, what a split takes: whole steps, but for the
-// end.
+// The keys of a split, of those that are seen. All splits but the last have whole steps.
 template <int kStep>
 __device__ inline KeyRange part_of(const AttentionForwardParams& params, KeyRange seen, int split) {
   if (params.splits == 1) return seen;
@@ -21,7 +20,7 @@ __device__ inline KeyRange part_of(const AttentionForwardParams& params, KeyRang
   return {begin, min(begin + keys, seen.end)};
 }
 
-// Leaves what a warp has of 16 rows, of which the lane's first one is `row`, query `query`.
+// Stores a warp's part of 16 rows. The lane's first row is `row`, which is query `query`.
 template <int kN>
 __device__ inline void store_parts(const AttentionForwardParams& params, int split, int64_t row,
                                    int query, const float (&output)[kN][4], const float (&max)[2],
@@ -43,17 +42,17 @@ __device__ inline void store_parts(const AttentionForwardParams& params, int spl
   }
 }
 
-// A row from its parts, by `warps` warps of a block, of which this is number `warp`. All threads of
-// the block come here at once, each warp with its row, or, where it has none, any. `totals`: in
-// shared memory, of these warps, [warps, value_dim] floats.
+// Adds up the parts of a row, by `warps` warps of a block, where this is number `warp`. All threads
+// of the block call it together, and warps without a row pass any row. `totals`: shared memory of
+// these warps, [warps, value_dim] floats.
 template <class T>
 __device__ inline void add_parts(const AttentionForwardParams& params, int64_t row, bool is_row,
                                  int warp, int warps, float4* totals) {
   constexpr int kColumns = 4, kLanes = 32;  // a lane's columns at a time
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int chunks = params.value_dim / kColumns;
-  // Of the first chunk a warp has as many parts on their way as most warps have at all, before it
-  // knows their shares.
+  // Loads of the first 16-byte vector start before the shares are known: as many parts as most
+  // warps have.
   constexpr int kAhead = 4;
   const auto part_of_chunk = [&](int split, int chunk) {
     return *reinterpret_cast<const float4*>(params.part(split, row) + chunk * kColumns);
@@ -104,7 +103,7 @@ __device__ inline void add_parts(const AttentionForwardParams& params, int64_t r
   const int query = static_cast<int>(row - of_all * params.queries);
   const int64_t batch = of_all / params.heads;
   const int head = static_cast<int>(of_all - batch * params.heads);
-  const RowEnd row_end(max, sum, sink_logit(params.sink, head), params.can_exclude);
+  const RowEnd row_end = RowEnds(params, head).of(max, sum);
   if (lane == 0) row_end.store(params, row);
   const float factor = row_end.factor * params.dropout.factor;
   T* const out = params.output.row<T>(batch, head, query);
@@ -122,7 +121,7 @@ __device__ inline void add_parts(const AttentionForwardParams& params, int64_t r
   }
 }
 
-// Adds up the parts of all rows, by as many warps a row as it has enough parts for.
+// Adds up the parts of all rows. The number of warps of a row depends on the number of parts.
 template <class T>
 __global__ void __launch_bounds__(kCombineThreads)
     attention_combine_kernel(const __grid_constant__ AttentionForwardParams params) {

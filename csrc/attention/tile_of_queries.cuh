@@ -6,7 +6,7 @@
 
 namespace megasoftmax {
 
-// What a block owns. Cheap enough to be found anew where it is needed seldom.
+// What a block owns. It is cheap to compute again where it is rarely needed.
 struct TileOfQueries {
   int first_query, head, batch, split;
 
@@ -15,7 +15,7 @@ struct TileOfQueries {
   __device__ TileOfQueries(const AttentionForwardParams& params, int queries_per_tile, int number) {
     int tile, of_queries;
     params.order.place(number, tile, head, batch);
-    // Of causal attention the last queries see most keys: they begin first.
+    // With causality the last queries see the most keys, so they begin first.
     params.row_tiles.split(params.order.tiles - 1 - tile, split, of_queries);
     first_query = of_queries * queries_per_tile;
   }

@@ -1,26 +1,26 @@
 #pragma once
-// Turns of the blocks that add to the same gradients of queries: those of a tile of keys add when
-// those of the tile before are done. So sums have the same order each time. Blocks with earlier
-// keys have lower numbers, and begin earlier.
+// Turns of blocks that add to the same gradients of queries. The blocks of a tile of keys add when
+// those of the tile before are done, so sums have the same order each time. Blocks with earlier
+// keys have lower numbers and begin earlier.
 
 #include "exclusion.cuh"
 
 namespace megasoftmax {
 
-// Of tiles of kKeys keys from `begin` to before `end` those that have a step for the tile of
-// queries that begins at `query`, by the note.
+// How many tiles of kKeys keys in [begin, end) have a step for the tile of queries that begins at
+// `query`, by the block mask.
 template <int kKeys, int kQueries>
-__device__ __forceinline__ int noted_steps(const AttentionParams& params, int batch, int head,
-                                           int query, int begin, int end) {
-  // A tile has a half of a tile of the note, or one or two of them.
-  constexpr int kHalves = kKeys * 2 / kNoteTile;
-  const NoteLayout& layout = params.note.layout;
-  const int line = query / kNoteTile;
-  const uint32_t* const words = params.note.of(batch, head) + layout.seen_by_query();
+__device__ __forceinline__ int visible_steps(const AttentionParams& params, int batch, int head,
+                                             int query, int begin, int end) {
+  // A tile is half a tile of the block mask, one, or two of them.
+  constexpr int kHalves = kKeys * 2 / kMaskTile;
+  const BlockMaskLayout& layout = params.block_mask.layout;
+  const int line = query / kMaskTile;
+  const uint32_t* const words = params.block_mask.of(batch, head) + layout.seen_by_query();
   const auto seen_at = [&](int word) {
     uint32_t seen = 0;
 #pragma unroll
-    for (int i = 0; i < divide_up(kQueries, kNoteTile); ++i) {
+    for (int i = 0; i < divide_up(kQueries, kMaskTile); ++i) {
       if (line + i < layout.query_tiles)
         seen |= __ldg(words + int64_t{line + i} * layout.words_of_keys() + word);
     }
@@ -43,27 +43,27 @@ __device__ __forceinline__ int noted_steps(const AttentionParams& params, int ba
   }
   return count;
 }
-// The same as a function, for kernels that would lack registers for it. Products of warpgroups know
-// no functions.
+// visible_steps as a function call, for kernels that would lack registers for it inline. Kernels
+// with wgmma products cannot call functions.
 template <int kKeys, int kQueries>
-__device__ __noinline__ int noted_steps_apart(const AttentionParams& params, int batch, int head,
-                                              int query, int begin, int end) {
-  return noted_steps<kKeys, kQueries>(params, batch, head, query, begin, end);
+__device__ __noinline__ int visible_steps_apart(const AttentionParams& params, int batch, int head,
+                                                int query, int begin, int end) {
+  return visible_steps<kKeys, kQueries>(params, batch, head, query, begin, end);
 }
 
-// How many blocks of kKeys keys, of those before `first_key`, have a step for the tile of queries
-// that begins at `query`: QueryTiles has which.
-template <int kKeys, int kQueries, bool kIsPlain, bool kIsApart>
+// How many blocks of kKeys keys before `first_key` have a step for the tile of queries that begins
+// at `query`. QueryTiles decides which.
+template <int kKeys, int kQueries, bool kIsUnmasked, bool kIsApart>
 __device__ __forceinline__ int steps_before(const AttentionParams& params, int batch, int head,
                                             int query, int first_key) {
   const int begin = visible_keys(params, query).begin / kKeys, end = first_key / kKeys;
   if (begin >= end) return 0;
-  if (kIsPlain || params.note.words == nullptr) return end - begin;
-  return kIsApart ? noted_steps_apart<kKeys, kQueries>(params, batch, head, query, begin, end)
-                  : noted_steps<kKeys, kQueries>(params, batch, head, query, begin, end);
+  if (kIsUnmasked || params.block_mask.words == nullptr) return end - begin;
+  return kIsApart ? visible_steps_apart<kKeys, kQueries>(params, batch, head, query, begin, end)
+                  : visible_steps<kKeys, kQueries>(params, batch, head, query, begin, end);
 }
 
-// Of the blocks, or parts of one, that add to the same columns of a tile of queries.
+// The turn of blocks, or of parts of one, that add to the same columns of a tile of queries.
 template <int kQueries>
 __device__ inline uint32_t* turn_of(const AttentionBackwardParams& params, int batch, int head,
                                     int query, int part) {
@@ -71,7 +71,7 @@ __device__ inline uint32_t* turn_of(const AttentionBackwardParams& params, int b
   return params.turns + ((batch * params.heads + head) * tiles + query / kQueries) * 2 + part;
 }
 
-// Both by one thread: the others are synchronised with it.
+// One thread calls both. The other threads are synchronised with it.
 __device__ inline void wait_for_turn(const uint32_t* turn, int number) {
   uint32_t now;
   while (true) {

@@ -5,7 +5,6 @@
 
 #include <tuple>
 
-#include "../attention/plan.h"
 #include "../common/device.h"
 #include "checks.h"
 #include "library.h"
@@ -34,7 +33,8 @@ bool has_aligned_rows(const Tensor& tensor) {
   return is_aligned || tensor.numel() == 0;
 }
 
-// As kernels need it: the tensor itself, or a copy, with columns of 0 up to a multiple of 8.
+// The rows that kernels read: the tensor itself, or a copy, padded by zeros to a multiple of 8
+// columns.
 Tensor aligned(const Tensor& tensor, int64_t columns) {
   check(tensor.dim() == 4, "query, key, value and gradients must have 4 dimensions");
   const int64_t missing = columns - tensor.size(3);
@@ -76,6 +76,16 @@ Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
   return is_fast ? bias : with_dense_rows(bias, in_chunk);
 }
 
+// Gives a launch its workspace, which the caller keeps until the launch.
+template <class Launch>
+Tensor set_workspace(Launch& launch, const Tensor& beside) {
+  Tensor workspace;
+  if (launch.plan.workspace_bytes == 0) return workspace;
+  workspace = new_workspace(launch.plan.workspace_bytes, beside);
+  launch.set_workspace(workspace.data_ptr());
+  return workspace;
+}
+
 // What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,
 // but that dimensions of stride 0 may have size 1.
 struct Inputs {
@@ -96,8 +106,8 @@ struct Inputs {
 void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
   check(mask.scalar_type() == ScalarType::Bool && mask.dim() == 4,
         "mask must be bool, of 4 dimensions");
-  check(block == 1 || (block > 0 && block <= INT32_MAX && block % kNoteTile == 0),
-        "block must be 1 or a multiple of ", kNoteTile);
+  check(block == 1 || (block > 0 && block <= INT32_MAX && block % kMaskTile == 0),
+        "block must be 1 or a multiple of ", kMaskTile);
   const std::array<int64_t, 4> sizes{params.batches, params.heads,
                                      divide_up<int64_t>(params.queries, block),
                                      divide_up<int64_t>(params.keys, block)};
@@ -111,12 +121,13 @@ void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
   params.mask_block = static_cast<int>(block);
 }
 
-// Makes params.note where there is a mask or a range: of `given`, which was made of the same mask,
-// or anew, in a tensor that must stay. The forward needs less of it.
-std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tensor>& mask,
-                               const std::optional<Tensor>& first, const std::optional<Tensor>& end,
-                               const std::optional<Tensor>& given, const Tensor& beside,
-                               bool is_for_backward) {
+// Makes params.block_mask where there is a mask or a range: of `given`, which was made of the same
+// mask, or anew, in a tensor that must stay. The forward needs less of it.
+std::optional<Tensor> set_block_mask(AttentionParams& params, const std::optional<Tensor>& mask,
+                                     const std::optional<Tensor>& first,
+                                     const std::optional<Tensor>& end,
+                                     const std::optional<Tensor>& given, const Tensor& beside,
+                                     bool is_for_backward) {
   if (!mask && !first && !end) return {};
   const auto any_has = [&](int64_t dim) {
     bool has = false;
@@ -126,10 +137,11 @@ std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tens
   };
   const int64_t batches = any_has(0) ? params.batches : 1, heads = any_has(1) ? params.heads : 1;
   const int64_t bit_rows = !mask || params.mask_block > 1 ? 0 : mask->size(2);
-  params.note.layout = NoteLayout(params.queries, params.keys, static_cast<int>(bit_rows));
-  const int64_t words = params.note.layout.words();
+  params.block_mask.layout =
+      BlockMaskLayout(params.queries, params.keys, static_cast<int>(bit_rows));
+  const int64_t words = params.block_mask.layout.words();
   if (given) {
-    check(!first && !end, "a note of ranges is made anew");
+    check(!first && !end, "a block mask of ranges is made anew");
     check(given->is_cuda() && given->get_device_index() == beside.get_device_index() &&
               given->scalar_type() == ScalarType::Int && given->dim() == 3 &&
               given->size(0) == batches && given->size(1) == heads && given->size(2) == words &&
@@ -139,13 +151,13 @@ std::optional<Tensor> set_note(AttentionParams& params, const std::optional<Tens
           "note must be what tile_note made of this mask");
   }
   const Tensor note = given ? *given : new_tensor({batches, heads, words}, ScalarType::Int, beside);
-  params.note.words = static_cast<uint32_t*>(note.data_ptr());
-  params.note.batch_stride = batches == 1 ? 0 : note.stride(0);
-  params.note.head_stride = heads == 1 ? 0 : note.stride(1);
+  params.block_mask.words = static_cast<uint32_t*>(note.data_ptr());
+  params.block_mask.batch_stride = batches == 1 ? 0 : note.stride(0);
+  params.block_mask.head_stride = heads == 1 ? 0 : note.stride(1);
   if (!given)
-    check_cuda(attention_note(params, static_cast<int>(batches), static_cast<int>(heads),
-                              is_for_backward, current_stream(beside)),
-               "attention_note");
+    check_cuda(attention_block_mask(params, static_cast<int>(batches), static_cast<int>(heads),
+                                    is_for_backward, current_stream(beside)),
+               "attention_block_mask");
   return note;
 }
 
@@ -161,7 +173,7 @@ Tensor tile_note(Tensor mask, int64_t block, int64_t queries, int64_t keys) {
   params.queries = static_cast<int>(queries);
   params.keys = static_cast<int>(keys);
   set_mask(params, mask, block);
-  return *set_note(params, mask, {}, {}, {}, mask, true);
+  return *set_block_mask(params, mask, {}, {}, {}, mask, true);
 }
 
 void set_params(AttentionParams& params, const Inputs& inputs, const std::optional<Tensor>& bias,
@@ -284,22 +296,11 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
       new_tensor({3, params.batches, params.heads, params.queries}, ScalarType::Float, query);
   params.output = rows_of(output);
   params.statistics = static_cast<float*>(statistics.data_ptr());
-  Tensor parts, tiles_taken;
-  const KeySplits splits = attention_forward_splits(params, current_stream(query));
-  params.splits = splits.count;
-  if (splits.take_workspace) {
-    parts = new_tensor({params.part_floats()}, ScalarType::Float, query);
-    params.parts = static_cast<float*>(parts.data_ptr());
-  }
-  if (!takes_few_queries(params) && !is_wide(params) && (mask || first || end)) {
-    const bool finds_ranges = attention_forward_finds_ranges(params);
-    if (mask || !finds_ranges) note = set_note(params, mask, first, end, note, query, false);
-    if (finds_ranges) {
-      tiles_taken = new_tensor({1}, ScalarType::Int, query);
-      params.tiles_taken = static_cast<uint32_t*>(tiles_taken.data_ptr());
-    }
-  }
-  check_cuda(attention_forward(params, current_stream(query)), "attention_forward");
+  ForwardLaunch launch = plan_attention_forward(params, current_stream(query));
+  const Tensor workspace = set_workspace(launch, query);
+  if (launch.plan.reads_block_mask(mask.has_value(), first || end))
+    note = set_block_mask(launch.params, mask, first, end, note, query, false);
+  check_cuda(attention_forward(launch, current_stream(query)), "attention_forward");
   if (params.value_dim != value.size(3)) {
     Tensor narrow = torch::stable::narrow(output, 3, 0, value.size(3));
     output = new_output(query, value.size(3));
@@ -400,22 +401,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   params.query_gradient = query_gradient.rows();
   params.key_gradient = key_gradient.rows();
   params.value_gradient = value_gradient.rows();
-  const Tensor row_workspace = new_workspace(params.rows() * sizeof(RowOfBackward), query);
-  params.rows_of_backward = static_cast<RowOfBackward*>(row_workspace.data_ptr());
-  Tensor sums, turns;
-  params.query_gradient_kind = attention_query_gradient_kind(params, deterministic);
-  if (params.query_gradient_kind == QueryGradient::kAdded ||
-      params.query_gradient_kind == QueryGradient::kInTurns) {
-    sums = new_workspace(params.rows() * params.head_dim * sizeof(float), query);
-    params.query_gradient_sum = static_cast<float*>(sums.data_ptr());
-  }
-  if (params.query_gradient_kind == QueryGradient::kInTurns) {
-    turns = new_workspace(params.turn_count() * sizeof(uint32_t), query);
-    params.turns = static_cast<uint32_t*>(turns.data_ptr());
-  }
 
   Tensor bias_sums = new_tensor({0}, ScalarType::Float, query);
-  Tensor bias_result = bias_sums, parts;
+  Tensor bias_result = bias_sums;
   check(!bias_gradient || bias.has_value(), "bias_gradient without a bias");
   // Without a query's head nothing is launched, but keys or a bias may be there.
   if (params.batches == 0 || params.heads == 0) {
@@ -426,48 +414,42 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     return {std::move(of_query), std::move(of_key), std::move(of_value), std::move(bias_result),
             std::move(sink_rows)};
   }
-  note = set_note(params, mask, first, end, note, query, true);
-  if (bias_gradient) {
+  note = set_block_mask(params, mask, first, end, note, query, true);
+  if (bias_gradient)
     params.bias_gradient_kind =
         bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1));
-    if (params.bias_gradient_kind == BiasGradient::kShared)
-      params.bias_gradient_kind = attention_shared_bias_gradient_kind(params, deterministic);
-    if (params.bias_gradient_kind == BiasGradient::kInOrder) {
-      params.bias_parts = attention_bias_parts(params);
-      parts = new_workspace(params.bias_part_floats() * sizeof(float), query);
-      params.part_sums = static_cast<float*>(parts.data_ptr());
-    }
-    const int64_t batches = params.batches, heads = params.heads;
-    switch (params.bias_gradient_kind) {
-      case BiasGradient::kShared:
-        bias_sums = bias_result = new_tensor(sizes_of(*bias), ScalarType::Float, query);
-        break;
-      case BiasGradient::kDense:
-      case BiasGradient::kInClusters:
-      case BiasGradient::kInOrder:
-        bias_sums = bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);
-        break;
-      case BiasGradient::kKeys:
-        bias_sums = new_tensor({batches, heads, params.keys}, ScalarType::Float, query);
-        break;
-      case BiasGradient::kQueries:
-        bias_sums = new_tensor(row_counts, ScalarType::Float, query);
-        break;
-      default: {  // kDiagonals
-        const int64_t tile = attention_backward_keys(params);
-        bias_sums = new_tensor(
-            {batches, heads, divide_up<int64_t>(params.keys, tile), tile - 1 + params.queries},
-            ScalarType::Float, query);
-        bias_result = new_tensor(sizes_of(*bias), ScalarType::Float, query);
-        params.table_gradient = static_cast<float*>(bias_result.data_ptr());
-      }
-    }
-    params.bias_gradient = bias_sums.data_ptr();
-    params.bias_gradient_bytes = bias_sums.numel() * size_of(dtype_of(bias_sums.scalar_type(), ""));
+  BackwardLaunch launch = plan_attention_backward(params, deterministic);
+  const Tensor workspace = set_workspace(launch, query);
+  const auto write_bias_gradient = [&](const std::vector<int64_t>& sizes, ScalarType type) {
+    bias_sums = new_tensor(sizes, type, query);
+    launch.params.bias_gradient = bias_sums.data_ptr();
+    launch.params.bias_gradient_bytes = bias_sums.numel() * size_of(dtype_of(type, "bias"));
+    return bias_sums;
+  };
+  const BiasGradient kind = launch.plan.bias_gradient;
+  switch (kind) {
+    case BiasGradient::kNone:
+      break;
+    case BiasGradient::kShared:
+      bias_result = write_bias_gradient(sizes_of(*bias), ScalarType::Float);
+      break;
+    case BiasGradient::kDense:
+    case BiasGradient::kInClusters:
+    case BiasGradient::kInOrder:
+      bias_result = write_bias_gradient(sizes_of(*bias), bias->scalar_type());
+      break;
+    case BiasGradient::kKeys:
+      write_bias_gradient({params.batches, params.heads, params.keys}, ScalarType::Float);
+      break;
+    case BiasGradient::kQueries:
+      write_bias_gradient(row_counts, ScalarType::Float);
+      break;
+    case BiasGradient::kDiagonals:
+      bias_result = new_tensor(sizes_of(*bias), ScalarType::Float, query);
+      launch.params.table_gradient = static_cast<float*>(bias_result.data_ptr());
   }
-  check_cuda(attention_backward(params, current_stream(query)), "attention_backward");
-  if (params.bias_gradient_kind == BiasGradient::kKeys ||
-      params.bias_gradient_kind == BiasGradient::kQueries) {
+  check_cuda(attention_backward(launch, current_stream(query)), "attention_backward");
+  if (kind == BiasGradient::kKeys || kind == BiasGradient::kQueries) {
     bias_result = sum_of_shared(bias_sums, *bias);
   } else if (bias_gradient && bias_result.scalar_type() != bias->scalar_type()) {
     bias_result = torch::stable::to(bias_result, bias->scalar_type());

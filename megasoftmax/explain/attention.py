@@ -5,12 +5,12 @@ csrc/attention/explain_attention.cpp answers from plan.h and limits.h.
 
 import ctypes
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
 from megasoftmax.explain.common import (
     check_call,
-    integers,
     plans,
     visible_entries,
     window_of,
@@ -147,7 +147,7 @@ def explain_attention(
     is_stray = bias_gradient and not (backward and has_bias)
     _check(counts, limits, is_stray, dtype, bias_dtype)
     padded = {"head_dim": -(-head_dim // 8) * 8, "value_dim": -(-value_dim // 8) * 8}
-    call = _Call(
+    call = SimpleNamespace(
         **(counts | padded),
         # Sides that reach all keys limit nothing. The bindings drop them too.
         window_left=limits[0] if limits[0] < keys - 1 else -1,
@@ -155,22 +155,18 @@ def explain_attention(
         is_float=dtype == torch.float32,
         has_bias=has_bias,
         has_float_bias=bias_dtype == torch.float32,
+        has_bias_gradient=bias_gradient,
         is_relative=relative,
         is_backward=backward,
         multiprocessors=device.multiprocessors,
         major=device.major,
         shared_bytes=device.shared_bytes,
     )
-    plan = _Plan()
-    plans().megasoftmax_explain_attention(ctypes.byref(call), ctypes.byref(plan))
+    plan = _plan(call)
 
     pairs = batches * heads * visible_entries(limits, queries, keys)
     size = dtype.itemsize
     rows = batches * heads * queries
-    workspace_bytes = plan.workspace_bytes
-    if relative and bias_gradient:  # sums along diagonals, of each tile of keys
-        diagonals = plan.tile_keys - 1 + queries
-        workspace_bytes += batches * heads * -(-keys // plan.tile_keys) * diagonals * 4
     query_bytes, output_bytes = rows * head_dim * size, rows * value_dim * size
     key_value_bytes = batches * key_heads * keys * (head_dim + value_dim) * size
     bias_size = bias_dtype.itemsize
@@ -204,7 +200,7 @@ def explain_attention(
         threads=plan.threads,
         shared_bytes=plan.shared_bytes or None,
         blocks=plan.blocks,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=plan.workspace_bytes,
         pairs=pairs,
         gpu=device,
         bytes_read=read,
@@ -213,25 +209,16 @@ def explain_attention(
     )
 
 
-# csrc/attention/explain_attention.cpp
+def _plan(call: SimpleNamespace) -> SimpleNamespace:
+    """The plan of a call, by csrc/attention/explain_attention.cpp."""
+    ask = plans().megasoftmax_attention_plan
+    ask.restype = ctypes.c_char_p
+    text = " ".join(f"{name} {int(value)}" for name, value in vars(call).items())
+    fields = ask(text.encode()).decode().split()
+    return SimpleNamespace(**dict(zip(fields[::2], map(int, fields[1::2]), strict=True)))
 
 
-class _Call(ctypes.Structure):
-    _fields_ = integers(
-        *("batches", "heads", "key_heads", "queries", "keys", "head_dim", "value_dim"),
-        *("window_left", "window_right", "is_float", "has_bias", "has_float_bias", "is_relative"),
-        *("is_backward", "multiprocessors", "major", "shared_bytes"),
-    )
-
-
-class _Plan(ctypes.Structure):
-    _fields_ = integers(
-        *("is_decode", "is_hopper", "tile_head_dim", "tile_value_dim", "tile_queries"),
-        *("tile_keys", "splits", "slices", "threads", "blocks", "shared_bytes", "workspace_bytes"),
-    )
-
-
-def _why(kernel: str, plan: _Plan, call: _Call) -> str:
+def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
     limits = kernel_limits().attention
     most = limits["kMaxDecodeQueries"]
     reasons = []

@@ -155,7 +155,7 @@ def _tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
 
 
 def _fake_tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor:
-    tile = kernel_limits().attention["kNoteTile"]
+    tile = kernel_limits().attention["kMaskTile"]
     of_queries, of_keys = -(-queries // tile), -(-keys // tile)
     words = 2 * of_queries * -(-of_keys // 32) + of_keys * -(-of_queries // 32)
     words = -(-words // 4) * 4  # the bits of pairs begin at a multiple of 16 bytes

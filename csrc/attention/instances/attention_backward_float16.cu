@@ -1,6 +1,5 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t attention_backward_instance<__half>(AttentionBackwardParams, int,
-                                                         cudaStream_t);
+template cudaError_t attention_backward_instance<__half>(const BackwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

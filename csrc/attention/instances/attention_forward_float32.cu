@@ -1,6 +1,5 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t attention_forward_instance<float>(const AttentionForwardParams&, cudaStream_t);
-template cudaError_t attention_combine_instance<float>(const AttentionForwardParams&, cudaStream_t);
+template cudaError_t attention_forward_instance<float>(const ForwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

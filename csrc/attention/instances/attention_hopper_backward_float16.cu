@@ -1,7 +1,6 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template bool attention_hopper_backward_is_there<__half>(int, HopperBias);
-template cudaError_t attention_hopper_backward_instance<__half>(const AttentionBackwardParams&, int,
-                                                                cudaStream_t);
+template bool has_code<__half>(Sm90, const AttentionBackwardParams&, int);
+template cudaError_t launch_backward<__half>(Sm90, const BackwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

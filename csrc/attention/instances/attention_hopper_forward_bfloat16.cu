@@ -1,7 +1,6 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template bool attention_hopper_forward_is_there<__nv_bfloat16>(int, HopperBias);
-template cudaError_t attention_hopper_forward_instance<__nv_bfloat16>(const AttentionForwardParams&,
-                                                                      int, cudaStream_t);
+template bool has_code<__nv_bfloat16>(Sm90, const AttentionForwardParams&, int);
+template cudaError_t launch_forward<__nv_bfloat16>(Sm90, const ForwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

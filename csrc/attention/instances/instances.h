@@ -5,31 +5,31 @@
 #include <cuda_runtime_api.h>
 
 #include "../../common/vector.cuh"
-#include "../plan.h"
+#include "../backends.h"
 
 namespace megasoftmax {
 
+// All launches of a pass.
 template <class T>
-cudaError_t attention_forward_instance(const AttentionForwardParams& params, cudaStream_t stream);
-// Adds up parts of rows, where keys are split.
+cudaError_t attention_forward_instance(const ForwardLaunch& launch, cudaStream_t stream);
 template <class T>
-cudaError_t attention_combine_instance(const AttentionForwardParams& params, cudaStream_t stream);
-// Whether the code for 9.0a of a tile is there.
+cudaError_t attention_backward_instance(const BackwardLaunch& launch, cudaStream_t stream);
+
+// Those of a backend: backward, gradients of keys and values, and sums of those of queries. What
+// rows need is there.
 template <class T>
-bool attention_hopper_forward_is_there(int index, HopperBias bias);
+cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t stream);
 template <class T>
-cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
-                                              cudaStream_t stream);
-// With Hopper's kernels of `hopper_tile`, or with the portable ones where it is -1.
+cudaError_t launch_backward(Sm80, const BackwardLaunch& launch, cudaStream_t stream);
 template <class T>
-cudaError_t attention_backward_instance(AttentionBackwardParams params, int hopper_tile,
-                                        cudaStream_t stream);
-// As of the forward.
+cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t stream);
 template <class T>
-bool attention_hopper_backward_is_there(int index, HopperBias bias);
-// Gradients of keys and values, and sums of those of queries.
+cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t stream);
+
+// Whether the code of a backend for a row of its tiles was compiled for this GPU.
 template <class T>
-cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
-                                               cudaStream_t stream);
+bool has_code(Sm90, const AttentionForwardParams& params, int tile);
+template <class T>
+bool has_code(Sm90, const AttentionBackwardParams& params, int tile);
 
 }  // namespace megasoftmax

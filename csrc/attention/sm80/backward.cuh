@@ -2,13 +2,14 @@
 // Gradients of O = softmax(S) V, S = scale * Q K^T + B:
 //   P = exp(S - lse),  dV = P^T dO,  dS = P (dO V^T - delta),  delta = rowsum(dO O) - dlse,
 //   dK = scale * dS^T Q,  dQ = scale * dS K,  dB = dS.
-// With dropout dV takes the P that were kept, times the factor of dropout, and dS those dO V^T.
+// With dropout dV takes the P that were kept, times the factor of dropout, and so does dO V^T in
+// dS.
 //
 // A block owns a tile of keys and values, and takes one tile of queries after the other, of all
 // heads that share the keys. dQ is summed in float32 in global memory, over blocks in any order.
 
 #include "../../common/reduce.cuh"
-#include "../../common/sink.cuh"
+#include "../online_softmax.cuh"
 #include "../turns.cuh"
 #include "backward_tile.cuh"
 #include "bias_gradient.cuh"
@@ -17,15 +18,15 @@ namespace megasoftmax {
 
 inline constexpr int kThreadsOfRows = 256;
 
-// Row by row, some lanes each: what all blocks of the backward need, the sink's gradient, and zeros
-// that they add dQ to.
+// Row by row, some lanes each: what all blocks of the backward need, gradients of the options of
+// the logits, and zeros that blocks add dQ to.
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kThreadsOfRows)
     attention_rows_kernel(const __grid_constant__ AttentionBackwardParams params) {
   if (!kIsAmpere) return;
   constexpr int kRows = kThreadsOfRows / kLanes;
   const int64_t begin = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
-  // Lanes of no row take part in the sums of a warp.
+  // Lanes beyond the last row take part in the sums of a warp.
   const int64_t row = min(begin, params.rows() - 1);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int64_t of_head = row / params.queries;
@@ -59,21 +60,18 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   of_backward.delta = delta;
   if (query > 0) (&of_backward)[-1].next_delta = delta;
   if (query == params.queries - 1) of_backward.next_delta = 0.f;
-  const float sink = sink_logit(params.sink, head);
-  const float sink_gradient =
-      sink == -INFINITY ? 0.f : -expf(sink - params.statistics[2 * params.rows() + row]) * delta;
-  if (params.sink_gradient != nullptr) params.sink_gradient[row] = sink_gradient;
-  // All logits and the sink together have the gradient of the log-sum-exp; no number where delta is
-  // none.
+  const float beside_keys = RowEnds(params, head).store_gradient(params, row, delta);
+  // All logits of a row together have the gradient of the log-sum-exp; NaN where delta is not
+  // finite.
   if (params.bias_gradient_kind == BiasGradient::kQueries) {
     const float of_lse = params.lse_gradient == nullptr ? 0.f : params.lse_gradient[row];
     static_cast<float*>(params.bias_gradient)[row] =
-        is_empty ? 0.f : of_lse - sink_gradient + 0.f * delta;
+        is_empty ? 0.f : of_lse - beside_keys + 0.f * delta;
   }
 }
 
-// dQ of a tile of queries from the block's keys: each warp makes some rows of some columns. Sums,
-// or the gradient itself where the block has all keys.
+// Adds dQ of a tile of queries from the block's keys to the sums, or writes it if the block has all
+// keys. Each warp makes some rows and columns.
 template <class T, class Memory, bool kHasTurns>
 __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardParams& params,
                                                       const char* shared_memory, int batch,
@@ -131,7 +129,7 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
       }
     }
   };
-  // A branch around each addition costs several: whole tiles have none.
+  // A branch around each addition costs as much as several additions. Whole tiles have none.
   if (first_query + first_row + kRows <= params.queries && column + kColumns <= params.head_dim) {
     add.template operator()<true>();
   } else {
@@ -139,8 +137,8 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
   }
 }
 
-// Plain: without mask, ranges and dropout. With turns: or gradients of queries are whole.
-template <class T, BiasKind kBias, bool kIsPlain, bool kHasTurns, int kIndex>
+// Unmasked: without mask, ranges and dropout. kHasTurns: blocks take turns at dQ, or dQ is whole.
+template <class T, BiasKind kBias, bool kIsUnmasked, bool kHasTurns, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
     attention_backward_kernel(const __grid_constant__ AttentionBackwardParams params) {
@@ -176,7 +174,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     copy(value_tile, params.value, params.value_dim);
   }
   const auto stage_of = [&](int step) { return params.stages == 1 ? 0 : step % 2; };
-  using Tiles = QueryTiles<kKeys, kQueries, kIsPlain, kHasTurns>;
+  using Tiles = QueryTiles<kKeys, kQueries, kIsUnmasked, kHasTurns>;
   const auto copy_queries = [&](int step, const Tiles& tiles) {
     const int head = tiles.head, query = tiles.query;
     const QueryTile query_tile{memory + Memory::kLayout.stages +
@@ -209,8 +207,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
 
   int head = 0, query = 0, step = 0;
   const auto turn = [&] { return turn_of<kQueries>(params, batch, head, query, slice / kSlice); };
-  // A turn ends in the middle of the next step, when its sums were added and cost no wait, by
-  // another warp than waits for the next turn.
+  // A turn ends in the middle of the next step. By then its sums were added, so that nobody waits.
+  // Another warp waits for the next turn.
   const bool ends_turns = kHasTurns && params.turns != nullptr && threadIdx.x == kThreads - 32;
   [[maybe_unused]] uint32_t* taken = nullptr;
 #pragma unroll 1
@@ -224,17 +222,17 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
 
     Excluded<kM, Memory::kN> excluded;
     const bool is_cut = query < all_visible.begin || query + kQueries > all_visible.end;
-    if (is_cut || (!kIsPlain && params.note.words != nullptr)) {
+    if (is_cut || (!kIsUnmasked && params.block_mask.words != nullptr)) {
       const BackwardWarp warp(Memory::kSide);
-      excluded.template find<true, kIsPlain>(params, batch, head, query + warp.query,
-                                             first_key + warp.key, is_cut);
+      excluded.template find<true, kIsUnmasked>(params, batch, head, query + warp.query,
+                                                first_key + warp.key, is_cut);
     }
     const FirstScore at{batch, head, query, first_key};
     typename Memory::Scores weights = {}, gradients = {};
     const uint32_t stage =
         memory + Memory::kLayout.stages + stage_of(step) * Memory::kLayout.stage_bytes;
     const BackwardWarp warp(Memory::kSide);
-    find_score_gradients<T, kBias, kIsPlain, true, Memory>(
+    find_score_gradients<T, kBias, kIsUnmasked, true, Memory>(
         params, at,
         {memory, memory + Memory::kLayout.values, stage, stage + QueryTile::kBytes,
          rows + step % 2 * kQueries},
@@ -244,7 +242,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
               products, warp.query, warp.key);
         },
         [] {});
-    share_scores<T, ScoreTile, !kIsPlain>(shared_memory + Memory::kLayout.weights, weights);
+    share_scores<T, ScoreTile, !kIsUnmasked>(shared_memory + Memory::kLayout.weights, weights);
     share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, gradients);
     const auto with_gradient = [&](auto&& body) {
       if (slice == 0)
@@ -256,8 +254,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
       taken = turn();
     }
     if (kHasTurns && params.turns != nullptr && threadIdx.x == 0)
-      wait_for_turn(turn(), steps_before<kKeys, kQueries, kIsPlain, true>(params, batch, head,
-                                                                          query, first_key));
+      wait_for_turn(turn(), steps_before<kKeys, kQueries, kIsUnmasked, true>(params, batch, head,
+                                                                             query, first_key));
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up
     if (tiles.are_left()) copy_bias(tiles);
     with_gradient([&](auto policy) {
@@ -285,7 +283,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   __syncthreads();
   if (ends_turns && step > 0) pass_turn(taken);
 
-  // Through what held keys and values.
+  // The results pass through the place of keys and values.
   const auto store = [&](int at, const float (&sums)[kM][kColumns][4], float factor,
                          const Strided& tensor, int width) {
     const BackwardWarp warp(Memory::kSide);

@@ -1,9 +1,7 @@
 #pragma once
-// A tile of keys and one of queries in backward: weights and gradients of their scores.
-//
-// Scores are transposed, with keys in rows. A warp has as many keys as half of the queries, and
-// those; with the warp beside it, which has the others, it then shares the sums of its keys, half
-// of the columns each.
+// A tile of keys and one of queries in backward: weights, and gradients of scores. Scores are
+// transposed, with keys in rows. A warp has half of the queries of a tile, and as many keys. Two
+// warps have the same keys and share their sums: half of the columns each.
 
 #include "../../common/math.cuh"
 #include "../../common/vector.cuh"
@@ -20,7 +18,7 @@ struct BackwardMemory {
   static constexpr AttentionBackwardTile kTile = kAttentionBackwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kThreads = kTile.threads(), kSlice = kTile.slice, kSlices = kDim / kSlice;
-  static_assert(kNoteTile % kQueries == 0 && (kNoteTile % kKeys == 0 || kKeys % kNoteTile == 0));
+  static_assert(kMaskTile % kQueries == 0 && (kMaskTile % kKeys == 0 || kKeys % kMaskTile == 0));
   static constexpr int kSide = kTile.side(), kM = kSide / 16, kN = kSide / 8;  // of a warp's scores
   static_assert(kTile.element_bytes == sizeof(T));
   using Scores = Accumulators<kM, kN>;
@@ -31,7 +29,7 @@ struct BackwardMemory {
   static constexpr BackwardLayout kLayout{kTile, kBias};
 };
 
-// Starts to copy what a tile of queries needs of its rows.
+// Starts to copy the rows of a tile of queries.
 template <int kQueries>
 __device__ inline void start_copy_of_rows(const AttentionBackwardParams& params,
                                           RowOfBackward* rows, int batch, int head,
@@ -56,7 +54,7 @@ struct BackwardWarp {
   }
 };
 
-// Where a step has what makes scores, in shared memory.
+// Where the operands of a step lie in shared memory.
 struct BackwardStep {
   uint32_t keys, values, queries, gradients;
   const RowOfBackward* rows;
@@ -67,11 +65,10 @@ struct FirstScore {
   int batch, head, query, key;
 };
 
-// Weights of what dropout drops are negative. Calls add_bias(products), and then `between` when the
-// queries and the keys are used up. Gradients are those of scores. Where not kAreOfScores they are
-// still without their factor, the size of the weight, and the caller excludes. Returns whether D is
-// finite.
-template <class T, BiasKind kBias, bool kIsPlain, bool kAreOfScores, class Memory, class AddBias,
+// Computes weights and gradients of scores. Dropped weights are negative. Calls add_bias(products),
+// and `between` when queries and keys are not needed any more. If not kAreOfScores, gradients lack
+// the factor |weight|, and the caller excludes. Returns whether delta is finite.
+template <class T, BiasKind kBias, bool kIsUnmasked, bool kAreOfScores, class Memory, class AddBias,
           class Between>
 __device__ __forceinline__ bool find_score_gradients(
     const AttentionParams& params, const FirstScore& at, const BackwardStep& step,
@@ -94,7 +91,7 @@ __device__ __forceinline__ bool find_score_gradients(
     const float delta = step.rows[warp.query + thread_index_anew() % (16 * kM)].delta;
     is_finite = __all_sync(~0u, fabsf(delta) < INFINITY);
   }
-  // Of two neighbours; drop(gradients, weights) clears and negates them where they are dropped.
+  // Two neighbours. drop(gradients, weights) clears gradients and negates weights that are dropped.
   const auto finish = [&](int m, int n, int half, auto&& drop) {
     float* const weight = weights[m][n] + 2 * half;
     float* const gradient = gradients[m][n] + 2 * half;
@@ -113,7 +110,7 @@ __device__ __forceinline__ bool find_score_gradients(
       if (kAreOfScores) gradient[i] *= fabsf(weight[i]);
     }
   };
-  if (!kIsPlain && params.dropout.seed != nullptr) {
+  if (!kIsUnmasked && params.dropout.seed != nullptr) {
     const Dropping<true> dropping(params, at.batch, at.head);
     dropping.template for_each_pair<kM, kN>(
         at.query + warp.query, at.key + warp.key, [&](int m, int n, int half, uint32_t halves) {
@@ -128,8 +125,8 @@ __device__ __forceinline__ bool find_score_gradients(
       finish(i / 2 % kM, i / (2 * kM), i % 2, [](float*, float*) {});
   }
   if constexpr (!kAreOfScores) return is_finite;
-  // Where a weight is 0 its score has no gradient, whatever that of the weight is. It is finite
-  // where delta is.
+  // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not
+  // finite. It is finite if delta is.
   if (!is_finite) {
 #pragma unroll
     for (int i = 0; i < 4 * kM * kN; ++i) {
@@ -142,8 +139,8 @@ __device__ __forceinline__ bool find_score_gradients(
   return is_finite;
 }
 
-// To where all warps find them: a tile at an offset of the shared memory. Negative ones become 0
-// where kArePositive.
+// Writes a tile to an offset of the shared memory, where all warps read it. If kArePositive,
+// negative elements become 0.
 template <class T, class ScoreTile, bool kArePositive = false, int kM, int kN>
 __device__ inline void share_scores(char* tile, const Accumulators<kM, kN>& scores,
                                     const BackwardWarp& warp = BackwardWarp(kM * 16)) {

@@ -1,9 +1,8 @@
 #pragma once
-// dB = dS, or its sums over what shares an entry of the bias.
-//
-// Each kind of gradient is a policy. A step of the backward offers it the gradients of a tile of
-// scores twice: `take` has what this warp holds in registers, in float32; `take_shared` has the
-// block's tile in the type of the queries, as products read it. A bias in 16 bits gets the latter.
+// dB = dS, or sums of dS over what shares an entry of the bias. Each kind of gradient is a policy.
+// A step of the backward offers it the gradients of a tile of scores twice: `take` gets what this
+// warp holds in registers, in float32; `take_shared` gets the tile of the block in shared memory,
+// in the type of the queries. Policies of a 16-bit bias use the latter.
 
 #include "backward_tile.cuh"
 
@@ -24,8 +23,8 @@ struct NoBiasGradient {
   __device__ static void take_shared(const Arguments&...) {}
 };
 
-// Writes, or adds, this warp's gradients of scores to those of a head, float32, from `query` and
-// `key` on: eight lanes have eight neighbours.
+// Writes this warp's gradients of scores, or adds them, to those of a head, float32, from `query`
+// and `key` on. Eight lanes have eight neighbours.
 template <bool kAdds, int kM, int kN>
 __device__ __forceinline__ void store_gradients(const AttentionParams& params, float* of_head,
                                                 int query, int key,
@@ -57,7 +56,7 @@ __device__ __forceinline__ void store_gradients(const AttentionParams& params, f
       }
     }
   };
-  // A branch around each addition costs several: whole tiles have none.
+  // A branch around each addition costs as much as several additions. Whole tiles have none.
   if (query + 8 * kN <= params.queries && key + 16 * kM <= params.keys) {
     store.template operator()<true>();
   } else {
@@ -65,7 +64,7 @@ __device__ __forceinline__ void store_gradients(const AttentionParams& params, f
   }
 }
 
-// Of a bias in float32, dense, or added up over what shares an entry.
+// A bias in float32: dense, or summed over what shares an entry.
 template <bool kAdds>
 struct FloatBiasGradient : NoBiasGradient {
   int64_t bias_head;
@@ -79,8 +78,8 @@ struct FloatBiasGradient : NoBiasGradient {
   }
 };
 
-// Elements of a tile of scores for this lane: of column lane / 4 of eight, 8 neighbours of 32 rows,
-// from number lane % 4 * 8 on.
+// A lane's elements of a tile of scores: column lane / 4 of eight, 8 neighbours of 32 rows, from
+// lane % 4 * 8 on.
 template <class ScoreTile>
 struct FragmentsAlong : Fragments<ScoreTile> {
   // Matrix i has rows 2 * (i ^ j) and the next of the j-th eight: so the chunks that a load takes
@@ -104,8 +103,8 @@ struct FragmentsAlong : Fragments<ScoreTile> {
   }
 };
 
-// Of a bias in 16 bits, dense: each warp writes 16 queries and 64 keys, or 8 and 32 of a tile of 32
-// queries and as many keys.
+// A dense bias in 16 bits: each warp writes 16 queries and 64 keys, or 8 and 32 if a tile has 32
+// queries and 32 keys.
 template <class ScoreTile>
 struct DenseBiasGradient : NoBiasGradient {
   int64_t bias_head;
@@ -148,15 +147,15 @@ struct DenseBiasGradient : NoBiasGradient {
   }
 };
 
-// Of a bias in 16 bits, added up in float32 over what shares an entry: a warp takes 32 keys of a
-// query together, since an addition costs what the lines of the cache cost that it touches.
+// A bias in 16 bits, summed in float32 over what shares an entry. A warp takes 32 keys of a query
+// together, because an addition costs as much as the cache lines that it touches.
 template <class ScoreTile>
 struct SharedBiasGradient : NoBiasGradient {
   int64_t bias_head;
 
   __device__ void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
                               const char* scores) {
-    // All warps have as many chunks.
+    // All warps have the same number of 16-byte vectors.
     constexpr int kParts = 128 / ScoreTile::kColumns, kChunks = ScoreTile::kColumns / 8 / kParts;
     const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
     const int row = warp / kParts * 32 + lane, first_chunk = warp % kParts * kChunks;
@@ -183,8 +182,8 @@ struct SharedBiasGradient : NoBiasGradient {
   }
 };
 
-// Sums over queries, of this warp's keys, in registers until the last tile of a head. Two warps
-// have the same keys: each adds once, so that their order does not matter.
+// Sums over queries for this warp's keys, in registers until the last tile of a head. Two warps
+// have the same keys. Each adds once, so that their order does not matter.
 template <int kM>
 struct KeysBiasGradient : NoBiasGradient {
   float (&sums)[kM][2];
@@ -220,7 +219,7 @@ struct KeysBiasGradient : NoBiasGradient {
   }
 };
 
-// Sums along diagonals, each by one thread in one order.
+// Sums along diagonals. One thread sums a diagonal, in a fixed order.
 template <class ScoreTile>
 struct DiagonalsBiasGradient : NoBiasGradient {
   __device__ static void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
@@ -276,8 +275,8 @@ __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams
   }
 }
 
-// The gradient of a relative bias from sums of diagonals. An entry has kDiagonalLanes lanes of a
-// warp, which take tiles in turn, so that many loads are on their way.
+// The gradient of a relative bias from sums of diagonals. kDiagonalLanes lanes of a warp sum an
+// entry and take its tiles alternately, so that many loads are in flight.
 inline constexpr int kDiagonalLanes = 4;
 template <int kKeys>
 __global__ void __launch_bounds__(256)

@@ -1,9 +1,9 @@
 #pragma once
 // dB of a bias that batches or heads share, in float32 and always in the same order.
 //
-// A block owns a tile of some queries and keys of the bias, keeps its sums in registers and takes
-// one after the other of those that share it, the members. They are cut into parts, so that blocks
-// fill the GPU. A second launch adds the parts and rounds once.
+// A block owns a tile of some queries and keys of the bias and keeps its sums in registers. It
+// takes the batches and heads that share the tile, its members, one after the other. They are cut
+// into parts, so that blocks fill the GPU. A second launch adds the parts and rounds once.
 
 #include "bias_gradient.cuh"
 
@@ -26,7 +26,7 @@ struct BiasGradientMemory {
   static_assert(sizeof(T) == 4 || ScoreTile::kBytes <= kLayout.bytes(1));
 };
 
-// Instances of their own for dropout, which takes registers.
+// Dropout has instances of its own, because it takes registers.
 template <class T, BiasKind kBias, bool kDrops, int kIndex>
 __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
                                   kAttentionBiasGradientTiles[kIndex].blocks_per_sm)
@@ -68,26 +68,26 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
   }
   const BackwardWarp warp(Memory::kSide, Memory::kTile.query_warps);
   const int last_query = min(first_query + kQueries, params.queries) - 1;
-  // What length and window exclude is the same for all members.
+  // Length and window exclude the same pairs of all members.
   Excluded<kM, kN> cut;
   if (first_key + kKeys > params.keys || first_query + kQueries > params.queries ||
       visible_keys(params, first_query).end < first_key + kKeys ||
       visible_keys(params, last_query).begin > first_key)
     cut.template find<true, true>(params, 0, 0, first_query + warp.query, first_key + warp.key,
                                   true);
-  // Outside of a window nothing but 0 remains.
+  // Outside of the window the gradient is 0.
   if (visible_keys(params, last_query).end <= first_key ||
       visible_keys(params, first_query).begin >= first_key + kKeys)
     member = end;
   const bool is_outside = __all_sync(~0u, cut.are_all());
-  const bool has_note = params.note.words != nullptr;
-  // A mask of keys alone comes with their step.
+  const bool has_block_mask = params.block_mask.words != nullptr;
+  // A mask of keys alone is copied with their step.
   const bool has_key_bits =
-      has_note && params.note.layout.bit_rows == 1 && !params.visible.are_given();
+      has_block_mask && params.block_mask.layout.bit_rows == 1 && !params.visible.are_given();
 
-  // A quarter of the warps copies keys, another one queries, values, gradients of outputs. A thread
-  // has a chunk of some rows; it finds anew which, because registers are few. What is not there was
-  // cleared.
+  // A quarter of the warps copies keys, another one queries, values, and gradients of outputs. A
+  // thread copies a 16-byte vector of some rows. It computes again which, because registers are
+  // few. What is not there was cleared.
   constexpr int kCopiers = Memory::kThreads / 4, kChunks = KeyTile::kChunks;
   constexpr int kRowsAtATime = kCopiers / kChunks;
   constexpr int kCopies = (kKeys > kQueries ? kKeys : kQueries) / kRowsAtATime;
@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
           params, reinterpret_cast<RowOfBackward*>(shared_memory + at + kLayout.rows), batch, head,
           first_query);
     if (is_first_half && has_key_bits && thread == 0)
-      start_copy(memory + kLayout.key_bits,
-                 params.note.of(batch, head) + params.note.layout.bits() + first_key / 128 * 4);
+      start_copy(memory + kLayout.key_bits, params.block_mask.of(batch, head) +
+                                                params.block_mask.layout.bits() +
+                                                first_key / 128 * 4);
     end_copies();
   };
 
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
     place_of(member, head, batch);
     Excluded<kM, kN> excluded = cut;
     bool is_idle = is_outside;
-    if (has_note && !is_outside) {
+    if (has_block_mask && !is_outside) {
       const int key = first_key + warp.key;
       if (has_key_bits) {
         const uint32_t bits =
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
             }
           },
           between);
-      // add(is_counted) adds the entries that it is true of.
+      // add(is_counted) adds the entries for which is_counted is true.
       const auto add = [&](auto&& is_counted) {
 #pragma unroll
         for (int i = 0; i < 4 * kM * kN; ++i) {
@@ -233,7 +234,8 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
         }
       };
       if (!is_finite) {
-        // Where a weight is 0 its score has no gradient, whatever that of the weight is.
+        // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not
+        // finite.
         add([&](int m, int n, int j) { return !excluded.has(m, n, j) && weights[m][n][j] != 0.f; });
       } else if (!excluded.any()) {
         add([](int, int, int) { return true; });
@@ -267,7 +269,8 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
   }
 }
 
-// dB from its parts. A lane has four entries, and each of the block's warps adds some of the parts.
+// Adds up the parts of dB. A lane has four entries, and each of the block's warps adds some of the
+// parts.
 inline constexpr int kThreadsOfBiasParts = 256;
 template <class T>
 __global__ void __launch_bounds__(kThreadsOfBiasParts)

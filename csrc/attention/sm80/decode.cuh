@@ -1,10 +1,9 @@
 #pragma once
 // Attention of few queries and many keys, which is bound by reading keys and values.
 //
-// A warp owns 16 rows, the queries of all heads that share their keys, and takes every so many 16
-// keys, through a ring of copies of its own, without a barrier. The warps of a block, and then the
-// blocks among which the keys of a head are split, add up what they have. Keys and values are read
-// once.
+// A warp owns 16 rows, the queries of all heads that share keys. It takes 16 keys at a time through
+// its own ring of copies, without a barrier. The warps of a block add up their results, and so do
+// the blocks among which the keys of a head are split. Keys and values are read once.
 
 #include "../../common/grid.cuh"
 #include "../../common/vector.cuh"
@@ -31,8 +30,8 @@ struct DecodeRow {
   }
 };
 
-// What the two rows of a lane see, from number `lane_row` and 8 further on; and of all rows of the
-// warp the keys that some row sees, and those that all see.
+// The keys that the two rows of a lane see, row `lane_row` and the row 8 further; and for all rows
+// of the warp, the keys that some row sees, and those that all see.
 __device__ inline void find_visible(const AttentionForwardParams& params, int batch, int key_head,
                                     int lane_row, KeyRange (&visible)[2], KeyRange& seen,
                                     KeyRange& seen_by_all) {
@@ -86,7 +85,7 @@ __device__ __forceinline__ void find_excluded(const AttentionForwardParams& para
   }
 }
 
-// Makes logits of products.
+// Turns products into logits.
 template <int kN>
 __device__ __forceinline__ void add_biases(Accumulators<1, kN>& scores, float scale,
                                            const Accumulators<1, kN>& biases) {
@@ -97,7 +96,7 @@ __device__ __forceinline__ void add_biases(Accumulators<1, kN>& scores, float sc
   }
 }
 
-// Of a row, whose parts each have some of the keys: a lane knows the end of one of them.
+// The end of a row whose parts have some of the keys each. A lane knows one part.
 struct PartsOfRow {
   float max, sum;
 
@@ -105,7 +104,7 @@ struct PartsOfRow {
       : max(warp_max<32>(mine.max)), share_(exp2_approximate((mine.max - max) * kLog2E)) {
     sum = warp_sum<32>(mine.sum * share_);
   }
-  // Adds what a part has, by all lanes of the warp.
+  // Adds a part, by all lanes of the warp.
   __device__ void add(float4& total, int part, const float4& more) const {
     const float share = __shfl_sync(~0u, share_, part);
     total.x += more.x * share;
@@ -118,8 +117,8 @@ struct PartsOfRow {
   float share_;
 };
 
-// Calls body(column, is_column) for every fourth column, by all lanes of a warp as often; where a
-// lane has none, for the first.
+// Calls body(column, is_column) for every fourth column, by all lanes of a warp equally often.
+// Lanes without a column pass the first one.
 template <class Body>
 __device__ __forceinline__ void for_columns(int columns, Body&& body) {
   const int mine = static_cast<int>(threadIdx.x) % 32 * 4;
@@ -130,7 +129,7 @@ __device__ __forceinline__ void for_columns(int columns, Body&& body) {
   }
 }
 
-// Without parts it writes rows of the output, and more than one split is a cluster; with them the
+// Without `parts` it writes rows of the output, and several splits are a cluster. With them the
 // blocks wait for each other.
 template <class T, bool kHasBias, int kDim>
 __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
@@ -153,7 +152,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     first_row = row_tile * 16;
   }
   const int lane_row = first_row + mine.row;
-  // What the rows of a lane see, and what of the keys that any row sees is this split's.
+  // What the rows of a lane see, and the part of this split of the keys that any row sees.
   KeyRange visible[2], whole;  // the keys of the split that are seen by all rows
   int begin, end;
   {
@@ -167,7 +166,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     if (params.mask.data != nullptr) whole.end = 0;
   }
 
-  // A lane copies the same chunk of every so many rows of keys and of values.
+  // A lane copies the same 16-byte vector of every n-th row of keys and of values.
   const uint32_t ring = shared_address(shared_memory) + warp * kStages * kLayout.stage_bytes;
   constexpr int kRowsAtATime = 32 / Rows::kChunks;
   const int first_of_lane = lane / Rows::kChunks, column_of_lane = lane % Rows::kChunks * 8;
@@ -246,7 +245,8 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     __syncwarp();
     const Rows keys{ring + step % kStages * kLayout.stage_bytes};
     const FragmentsAcross<Rows> key_fragments(keys, 0);
-    // In backward's order: both come to the same bits, however large the logits are.
+    // The order of products is the backward's: both get the same bits, however large the logits
+    // are.
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
       uint32_t pair[4];
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   wait_for_copies();
   __syncthreads();
 
-  // What the warps have of each row. Of 16 rows the last ones may be none.
+  // The results of the warps for each row. The last of 16 rows may be missing.
   const int rows = static_cast<int>(params.heads_per_key_head.divisor) * params.queries - first_row;
   constexpr int kPitch = kLayout.pitch;
   auto* const sums = reinterpret_cast<float*>(shared_memory);
@@ -281,10 +281,9 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
           output[0][n][2 * half], output[0][n][2 * half + 1]};
   }
   __syncthreads();
-  // total_of(column): sums of values times weights, of it and the next three columns.
+  // total_of(column): sums of values times weights, for it and the next three columns.
   const auto store_row = [&](const DecodeRow& place, const PartEnd& end_of_row, auto&& total_of) {
-    const RowEnd row_end(end_of_row.max, end_of_row.sum, sink_logit(params.sink, place.head),
-                         params.can_exclude);
+    const RowEnd row_end = RowEnds(params, place.head).of(end_of_row.max, end_of_row.sum);
     if (lane == 0) row_end.store(params, params.row_index(batch, place.head, place.query));
     T* const out = params.output.row<T>(batch, place.head, place.query);
     for_columns(params.value_dim, [&](int column, bool is_column) {
@@ -297,7 +296,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   };
   for (int row = warp; row < min(rows, 16); row += kWarps) {
     const DecodeRow place(params, key_head, first_row + row);
-    // Each lane has the end of the warp of its number.
+    // Lane i has the end of warp i.
     const PartsOfRow of_warps(lane < kWarps ? ends[lane * 16 + row] : PartEnd{kLowest, 0.f});
     const int64_t row_of_all = params.row_index(batch, place.head, place.query);
     const auto total_of = [&](int column) {
@@ -336,7 +335,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   }
   if (!is_cluster) return;
 
-  // What the blocks of the cluster have of each row, each of some of the keys.
+  // The results of the blocks of the cluster for each row.
   __syncwarp();
   arrive_at_cluster();
   wait_for_cluster();
@@ -350,7 +349,8 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
     const PartsOfRow of_blocks(mine);
     store_row(place, {of_blocks.max, of_blocks.sum}, [&](int column) {
       float4 total = {};
-      // All loads are on their way at once; the last block's again take the place of others.
+      // All loads are in flight at once. The last block is loaded again where there are fewer
+      // blocks.
       float4 loaded[kMaxClusterOfSplits];
 #pragma unroll
       for (int i = 0; i < kMaxClusterOfSplits; ++i)

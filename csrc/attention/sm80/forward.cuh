@@ -25,16 +25,16 @@ struct ForwardMemory {
   static constexpr AttentionTile kTile = kAttentionForwardTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kKeys = kTile.keys, kThreads = kTile.threads();
   static constexpr int kWarpQueries = kTile.queries_per_warp, kQueries = kTile.queries();
-  static_assert(kNoteTile % kKeys == 0 && kQueries % kNoteTile == 0 &&
-                kNoteTile % kWarpQueries == 0 && kTile.element_bytes == sizeof(T));
+  static_assert(kMaskTile % kKeys == 0 && kQueries % kMaskTile == 0 &&
+                kMaskTile % kWarpQueries == 0 && kTile.element_bytes == sizeof(T));
   using Queries = Tile<T, kQueries, kDim>;
   using Keys = Tile<T, kKeys, kDim>;
   using Bias = SharedBias<T, kBias, kQueries, kKeys>;
   static constexpr ForwardLayout kLayout{kTile, kBias};
 };
 
-// Plain: without mask, ranges and dropout.
-template <class T, BiasKind kBias, bool kIsPlain, int kIndex>
+// Unmasked: without mask, ranges and dropout.
+template <class T, BiasKind kBias, bool kIsUnmasked, int kIndex>
 __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                                   kAttentionForwardTiles[kIndex].blocks_per_sm)
     attention_forward_kernel(const __grid_constant__ AttentionForwardParams params) {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   using BiasTile = typename Memory::Bias::Rows;
   constexpr int kDim = Memory::kDim, kThreads = Memory::kThreads;
   constexpr int kWarpQueries = Memory::kWarpQueries, kQueries = Memory::kQueries;
-  constexpr int kKeys = Memory::kKeys, kStep = kIsPlain ? kKeys : kNoteTile;
+  constexpr int kKeys = Memory::kKeys, kStep = kIsUnmasked ? kKeys : kMaskTile;
   constexpr int kM = kWarpQueries / 16, kN = kKeys / 8, kColumns = kDim / 8;
   extern __shared__ __align__(1024) char shared_memory[];
   const QueryTile query_tile{shared_address(shared_memory)};
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     query_tile.template start_copy<kThreads>(
         params.query.row<const T>(block.batch, block.head, block.first_query),
         params.query.query_stride, params.queries - block.first_query, params.head_dim);
-    if constexpr (!kIsPlain)
+    if constexpr (!kIsUnmasked)
       begin = tiles.from(params, block.batch, block.head, first_query, begin);
     int key_head, rest;
     params.heads_per_key_head.split(block.head, key_head, rest);
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     if constexpr (kBias == BiasKind::kTile)
       bias_rows = BiasRows<T>(params, block.batch, block.head).row(block.first_query);
   }
-  // Tiles of the bias take turns where there is room for two: memory is slower than the L2 cache,
-  // which has the keys.
+  // With room for two tiles of the bias, the next one is loaded early: memory is slower than the L2
+  // cache, which has the keys.
   const bool is_bias_ahead = kBias == BiasKind::kTile && params.bias_stages == 2;
   [[maybe_unused]] int bias_stage = 0;
   const auto bias_tile_of = [&](int stage) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   for (int key = begin, next = 0; key < end; key = next) {
     const bool is_cut = key < all_visible_begin || key > all_visible_end;
     bool may_exclude = is_cut;
-    if constexpr (kIsPlain) {
+    if constexpr (kIsUnmasked) {
       next = key + kKeys;
     } else {
       may_exclude = is_cut || tiles.may_exclude(key);
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     if (may_exclude) {
       const TileOfQueries block(params, kQueries);
       const int first_query = block.first_query + thread_index_anew() / 32 * kWarpQueries;
-      excluded.template find<false, kIsPlain>(params, block.batch, block.head, first_query, key,
-                                              is_cut);
+      excluded.template find<false, kIsUnmasked>(params, block.batch, block.head, first_query, key,
+                                                 is_cut);
     }
     float scores[kM][kN][4] = {};
     multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     }
     if (is_bias_ahead) bias_stage ^= 1;
     softmax.template step<kBias != BiasKind::kNone>(scores, output);
-    if (!kIsPlain && params.dropout.seed != nullptr) {
+    if (!kIsUnmasked && params.dropout.seed != nullptr) {
       const TileOfQueries block(params, kQueries);
       const int first_query = block.first_query + thread_index_anew() / 32 * kWarpQueries;
       if constexpr (sizeof(T) == 2) {
@@ -193,24 +193,23 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                   warp_query + mine.row + m * 16, output[m], softmax.max[m], softmax.sum[m]);
     return;
   }
-  const float sink = sink_logit(params.sink, head);
+  const RowEnds row_ends(params, head);
   float factors[kM][2];
-  // Where no key is visible the copy of queries may still be on its way to where results go.
+  // If no key is visible, queries may still be copied to the place of the results.
   wait_for_copies();
   __syncthreads();
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowEnd row_end(softmax.max[m][half], sum_of_row(softmax.sum[m][half]), sink,
-                           params.can_exclude);
+      const RowEnd row_end = row_ends.of(softmax.max[m][half], sum_of_row(softmax.sum[m][half]));
       const int row = mine.row + row_offset(m, 2 * half);
       if (mine.column == 0 && warp_query + row < params.queries)
         row_end.store(params, first_row + row);
-      factors[m][half] = row_end.factor * (kIsPlain ? 1.f : params.dropout.factor);
+      factors[m][half] = row_end.factor * (kIsUnmasked ? 1.f : params.dropout.factor);
     }
   }
-  // Through what held this warp's queries.
+  // Results pass through the place of this warp's queries.
   T* const output_rows = params.output.row<T>(batch, head, block.first_query);
 #pragma unroll
   for (int m = 0; m < kM; ++m)

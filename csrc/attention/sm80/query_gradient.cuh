@@ -1,7 +1,7 @@
 #pragma once
-// dQ = scale * dS K, from the sums of backward.cuh or, for sums in the same order each time, by
-// itself: then a block owns a tile of queries and takes one tile of keys after the other, as
-// forward. Scores are computed once more for it.
+// dQ = scale * dS K: from the sums of backward.cuh, or, in the same order each time, by a kernel of
+// its own. In that a block owns a tile of queries and takes one tile of keys after the other. It
+// computes scores again.
 
 #include "backward.cuh"
 
@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
     const __grid_constant__ AttentionBackwardParams params) {
   if (!kIsAmpere) return;
   constexpr int kQueries = kInOrderQueries, kThreads = kInOrderThreads;
-  static_assert(kQueries == kNoteTile && kNoteTile % kKeys == 0);
+  static_assert(kQueries == kMaskTile && kMaskTile % kKeys == 0);
   constexpr InOrderLayout kLayout(kDim, kKeys, kBias, sizeof(T));
   using QueryTile = Tile<T, kQueries, kDim>;
   using KeyTile = Tile<T, kKeys, kDim>;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
                            params.queries - first_query, params.head_dim);
 }
 
-// dQ from its sums, a chunk of 8 columns per thread.
+// dQ from its sums, 8 columns per thread.
 template <class T>
 __global__ void __launch_bounds__(256)
     attention_query_gradient_kernel(const __grid_constant__ AttentionBackwardParams params) {

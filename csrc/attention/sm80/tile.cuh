@@ -1,9 +1,8 @@
 #pragma once
-// Tiles in shared memory, and what matrix instructions take of them.
-//
-// A row is cut into chunks of 16 bytes, which lie permuted so that the same chunk of eight
-// neighbouring rows lies in eight different banks. A step of a product takes 32 bytes of a row:
-// 16 elements of 16 bits, or 8 of 32 bits, which lie in a lane's registers in the same way.
+// Tiles in shared memory, and fragments of them for matrix instructions. A row consists of 16-byte
+// vectors, which are swizzled so that the same vector of eight neighbouring rows lies in eight
+// different banks. A step of a product takes 32 bytes of a row: 16 elements of 16 bits, or 8 of 32
+// bits, which lie in a lane's registers in the same way.
 
 #include "../../common/ptx.cuh"
 #include "../../common/vector.cuh"
@@ -22,7 +21,7 @@ struct Tile {
 
   uint32_t address;  // a multiple of kRowBytes
 
-  // Of a chunk, in bytes from the tile's first.
+  // The offset of a 16-byte vector, in bytes.
   __device__ static uint32_t offset(int row, int chunk) {
     if constexpr (sizeof(T) == 4) {
       // Two neighbouring chunks of rows 0 to 3, 4 to 7, of the even rows and of the odd ones lie in
@@ -33,12 +32,12 @@ struct Tile {
     const int turn = kChunks >= 8 ? row & 7 : row >> 1 & 3;
     return row * kRowBytes + (chunk ^ turn) * 16;
   }
-  // Of an element.
+  // The offset of an element.
   __device__ static uint32_t place(int row, int column) {
     return offset(row, column / kInChunk) + column % kInChunk * kElementBytes;
   }
 
-  // Starts to copy rows, by the threads of a block, or by as many of them that count from 0; what
+  // Starts to copy rows, by the threads of a block, or by as many of them from thread 0 on. What
   // lies beyond `rows` and `columns` becomes 0.
   template <int kThreads>
   __device__ void start_copy(const T* source, int64_t row_stride, int rows, int columns,
@@ -47,7 +46,7 @@ struct Tile {
     static_assert(kRows % kRowsAtATime == 0);
     const int chunk = thread % kChunks, first = thread / kChunks;
     const T* row = source + first * row_stride + chunk * kInChunk;
-    // One offset serves all rows where the turns repeat.
+    // One offset serves all rows if the swizzle repeats.
     const auto place_of = [&](int i) {
       return address + (kRowsAtATime % 8 == 0 ? offset(first, chunk) + i * kRowsAtATime * kRowBytes
                                               : offset(first + i * kRowsAtATime, chunk));
@@ -70,8 +69,8 @@ struct Tile {
   }
 };
 
-// Where this lane finds its share of 16x16 elements of a tile, whose first `row` and `column` are
-// multiples of 16; of 32-bit elements of 16x8.
+// Where a lane finds its share of 16 x 16 elements of a tile. Its first `row` and `column` are
+// multiples of 16. With 32-bit elements the share is of 16 x 8.
 template <class Tile>
 struct Fragments {
   uint32_t address;
@@ -91,9 +90,9 @@ struct Fragments {
   }
 };
 
-// Of the left and right halves of rows 0 to 15, in this order: upper left, lower left, upper right,
-// lower right (as the matrix `a` of a product and its result, or, transposed, as two matrices `b`,
-// one beside the other).
+// Fragments of the left and right halves of rows 0 to 15, in the order upper left, lower left,
+// upper right, lower right: the matrix `a` of a product and its result, or, transposed, two
+// matrices `b` side by side.
 template <class Tile>
 struct FragmentsDown : Fragments<Tile> {
   __device__ FragmentsDown(const Tile& tile, int first_row) {
@@ -102,8 +101,8 @@ struct FragmentsDown : Fragments<Tile> {
   }
 };
 
-// The same in the order upper left, upper right, lower left, lower right (two matrices `b`, whose
-// columns are the rows of the tile; or transposed, a matrix `a`, whose rows are its columns).
+// Fragments in the order upper left, upper right, lower left, lower right: two matrices `b`, whose
+// columns are the rows of the tile, or transposed a matrix `a`, whose rows are its columns.
 template <class Tile>
 struct FragmentsAcross : Fragments<Tile> {
   __device__ FragmentsAcross(const Tile& tile, int first_row) {
@@ -112,9 +111,9 @@ struct FragmentsAcross : Fragments<Tile> {
   }
 };
 
-// The transposed fragments of 32-bit elements, of 8 rows and 16 columns, word by word. A matrix
-// instruction sums over the rows, of which a lane has two: i and i + 4, or, where kArePairs, 2 * i
-// and the next, in the order of as_matrix_a.
+// Transposed fragments of 32-bit elements, of 8 rows and 16 columns, word by word. A matrix
+// instruction sums over the rows. A lane has two of them: i and i + 4, or, if kArePairs, 2 * i and
+// 2 * i + 1, in the order of as_matrix_a.
 template <class Tile, bool kIsDown, bool kArePairs>
 struct TransposedWords {
   static constexpr int kSecond = kArePairs ? 1 : 4;       // rows further
@@ -136,7 +135,7 @@ struct TransposedWords {
   }
 };
 
-// The same as Fragments of 32-bit elements, from a row of a tile on that is a multiple of 8.
+// Fragments of 32-bit elements, from a row of a tile on that is a multiple of 8.
 template <class Tile, bool kIsDown>
 struct WideFragments {
   uint32_t rows;
@@ -186,9 +185,9 @@ __device__ inline void store_to_tile(char* tile, int first_row, const float (&re
   }
 }
 
-// Writes this warp's 16 rows of results, times a factor, to rows of a tensor, of which there are
-// `rows`, with `columns` columns, a multiple of 8: whole rows together, through what the warp has
-// of a tile, from its row `warp_row` and column `first_column` on.
+// Writes this warp's 16 rows of results, times a factor, to `rows` rows and `columns` columns of a
+// tensor, a multiple of 8. Whole rows pass through the warp's part of a tile, from its row
+// `warp_row` and column `first_column` on.
 template <class T, class Tile, int kN>
 __device__ inline void store_rows(char* tile, int warp_row, const float (&results)[kN][4],
                                   const float (&factors)[2], T* tensor, int64_t row_stride,
@@ -208,12 +207,12 @@ __device__ inline void store_rows(char* tile, int warp_row, const float (&result
   }
 }
 
-// Columns 16 * n and on of results += a b, in one step of what is summed over.
+// Columns 16 * n and on of results += a b, in one step of the sum.
 //
-// Of TF32 the products of rounded elements are made. float32's precision takes three products: an
-// element is its TF32 part and a rest, and the product of both rests is too small to count. Where
-// sums are long, the three join the results by an addition, which rounds to the nearest: sums of
-// matrix instructions are cut off.
+// TF32 multiplies rounded elements. The precision of float32 takes three products: an element is
+// its TF32 part and a rest, and the product of both rests is too small to count. For long sums an
+// addition joins the three to the results, because it rounds to nearest, while sums of matrix
+// instructions are truncated.
 template <class T, bool kAreLong, int kM, int kN>
 __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int n,
                                               const uint32_t (&a)[kM][4],
@@ -256,9 +255,8 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
   }
 }
 
-// results += a b, in steps of kStep<T> of what is summed over; `load_b(pair, n, step)` gives
-// columns 16 * n and on of b. What the next instructions need is loaded before those that go
-// before.
+// results += a b, in steps of kStep<T> of the sum. `load_b(pair, n, step)` gives columns 16 * n and
+// on of b. Operands of the next instructions are loaded before the current ones run.
 template <class T, bool kAreLong, int kSteps, int kM, int kN, class A, class LoadB>
 __device__ __forceinline__ void multiply_ahead(Accumulators<kM, kN>& results, const A& a,
                                                LoadB&& load_b) {
@@ -297,7 +295,7 @@ __device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& results, con
       [&](uint32_t (&pair)[4], int n, int step) { b.load(pair, n * 16, step * kStep<T>); });
 }
 
-// results += a b, of tiles of both, `b` from `first_column` of its columns on.
+// results += a b, both tiles, `b` from column `first_column` on.
 template <class T, int kInner, int kM, int kN, class A, class B>
 __device__ __forceinline__ void multiply_tiles(Accumulators<kM, kN>& results, const A& rows_of_a,
                                                const B& rows_of_b, int first_column) {
@@ -308,8 +306,8 @@ __device__ __forceinline__ void multiply_tiles(Accumulators<kM, kN>& results, co
   });
 }
 
-// results += weights times the rows of a tile. change(a, m, step) may change rounded weights, those
-// of 16 * m rows and kStep<T> * step columns on.
+// results += weights times the rows of a tile. change(a, m, step) may change rounded weights: 16 *
+// m rows and kStep<T> * step columns on.
 template <class T, int kM, int kN, int kColumns, class Down, class Change>
 __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& results,
                                                  const Accumulators<kM, kN>& weights,
@@ -345,8 +343,8 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& res
   multiply_weights<T>(results, weights, all_rows, [](uint32_t (&)[4], int, int) {});
 }
 
-// results += a^T b, of rows of both, few of them; `a` from `first_row` of its columns on, `b` from
-// `first_column` of its.
+// results += a^T b, few rows of both: `a` from column `first_row` on, `b` from column
+// `first_column` on.
 template <class T, int kRows, int kM, int kN, class Across, class Down>
 __device__ __forceinline__ void multiply_transposed(Accumulators<kM, kN>& results,
                                                     const Across& columns_of_a,

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   }
   const int lane_row = first_row + 16 * warp + mine.row;
 
-  // Queries; what is beyond rows and columns becomes 0.
+  // Queries. Beyond rows and columns they are 0.
   const int panels = divide_up(params.head_dim, 64);
   for (int i = thread; i < kWideRows * panels * 8; i += kWideThreads) {
     const int row = i % kWideRows, chunk = i / kWideRows;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
                   is_inside ? source + chunk * 8 : source, is_inside ? 16 : 0);
   }
 
-  // What the rows of a lane see, and what of the keys that any row sees is this split's.
+  // What the rows of a lane see, and the part of this split of the keys that any row sees.
   KeyRange visible[2] = {{0, 0}, {0, 0}};
   if (makes_weights) {
     KeyRange of_warp, by_all;
@@ -198,8 +198,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         });
         continue;
       }
-      const RowEnd row_end(ends[row].max, ends[row].sum, sink_logit(params.sink, place.head),
-                           params.can_exclude);
+      const RowEnd row_end = RowEnds(params, place.head).of(ends[row].max, ends[row].sum);
       if (is_first) row_end.store(params, row_of_all);
       T* const out = params.output.row<T>(batch, place.head, place.query);
       for_each_pair([&](int column, float first, float second) {

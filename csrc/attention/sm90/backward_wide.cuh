@@ -8,8 +8,9 @@
 //     from shared memory, where the first one leaves it: a thread has the same elements of both;
 //   * the third computes dQ from dS, 64 columns at a time, which tensor copies add to the sums in
 //     global memory. One of its threads copies what the others need, two tiles ahead.
-// They work on different steps at the same time. Barriers in shared memory tell one when the other
-// is done. S, P, dP and dS are transposed, so that P and dS are multiplied from registers.
+// The warpgroups work on different steps at the same time. Barriers in shared memory tell when
+// another one is done. S, P, dP and dS are transposed, so that P and dS are multiplied from
+// registers.
 
 #include "backward.cuh"
 
@@ -24,7 +25,7 @@ struct HopperWideBackwardMemory {
   static constexpr int kPanels = kDim / 64, kValuePanels = kValueDim / 64;
   static_assert(kTile.is_wide() && kDim % 64 == 0 && kValueDim % 64 == 0);
   static_assert(kKeys == 64 && kQueries == 64);
-  static_assert(kKeys % kNoteTile == 0 && kQueries % kNoteTile == 0);
+  static_assert(kKeys % kMaskTile == 0 && kQueries % kMaskTile == 0);
 
   // Keys; values; queries and gradients of outputs of each stage; weights; gradients of scores;
   // panels of dQ, of 32 columns; rows of each stage; barriers. At the end the gradients of values
@@ -33,11 +34,12 @@ struct HopperWideBackwardMemory {
   static constexpr int kStageBytes = kKeyBytes + kValueBytes;
   static constexpr int kValuesAt = kKeyBytes, kStagesAt = kStageBytes;
   static constexpr int kValueResultsAt = kStagesAt, kKeyResultsAt = kStagesAt + kValueBytes;
-  // Of each thread 32 weights of 16 bits, eight at a time: those of all threads side by side.
+  // Each thread passes 32 weights of 16 bits, eight at a time. Eights of all threads lie side by
+  // side.
   static constexpr int kEightBytes = 128 * 16, kWeightBytes = 4 * kEightBytes;
   static constexpr int kWeightsAt = kStagesAt + kStages * kStageBytes;
   static constexpr int kScoresAt = kWeightsAt + kWeightBytes, kScoreBytes = kQueries * 128;
-  // They take turns, from the first one for each tile.
+  // The panels are used in order, from the first one for each tile.
   static constexpr int kSumPanels = kDim <= 192 ? 2 * kPanels : 2, kSumPanelBytes = 64 * 128;
   static_assert(2 * kPanels % kSumPanels == 0);
   static constexpr int kSumsAt = kScoresAt + kScoreBytes;
@@ -60,7 +62,7 @@ struct HopperWideBackwardMemory {
   __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier keys_are_there() const { return barrier(0); }
-  // With their rows.
+  // Queries and their rows are there.
   __device__ Barrier queries_are_there(int stage) const { return barrier(1 + stage); }
   __device__ Barrier gradients_are_there(int stage) const { return barrier(1 + kStages + stage); }
   __device__ Barrier stage_is_used(int stage) const { return barrier(1 + 2 * kStages + stage); }
@@ -98,7 +100,7 @@ __device__ __forceinline__ void start_wide_sum(float (&sum)[kColumns][4],
   end_products();
 }
 
-template <class T, bool kIsPlain, int kIndex>
+template <class T, bool kIsUnmasked, int kIndex>
 __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     attention_hopper_wide_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
                                           const __grid_constant__ BackwardTensorMaps maps) {
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= kKeys;
-  QueryTiles<kKeys, kQueries, kIsPlain> tiles(params, batch, key_head, first_key);
+  QueryTiles<kKeys, kQueries, kIsUnmasked> tiles(params, batch, key_head, first_key);
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     const bool is_first = threadIdx.x == 0;
     if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
     // Queries, gradients of outputs and rows are copied for a tile that is kStages further.
-    QueryTiles<kKeys, kQueries, kIsPlain> copied = tiles;
+    QueryTiles<kKeys, kQueries, kIsUnmasked> copied = tiles;
     const auto copy_next = [&](int stage) {
       if (is_first) {
         const Barrier there = memory.queries_are_there(stage);
@@ -182,7 +184,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
       start_square(0);
 #pragma unroll
       for (int square = 0; square < kPanels; ++square) {
-        // About now the others are done with the stage.
+        // About now the other warpgroups are done with the stage.
         if (square == 2 && warp_in_group == 0 && copied.are_left()) {
           memory.stage_is_used(stage).wait(parity_of(step));
           copy_next(stage);
@@ -217,9 +219,10 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
 
   take_registers<Memory::kTile.registers>();
   const int warp_key = first_key + 16 * warp_in_group;
-  using Excluding = ExcludedOfTile<kQueries, kIsPlain>;
+  using Excluding = ExcludedOfTile<kQueries, kIsUnmasked>;
   Excluding excluding(params, batch, first_key, warp_key);
-  // What memory has of a tile is loaded before it is needed. Lanes ask each other for ranges.
+  // The bits of the mask and the ranges of a tile are loaded before they are needed. Lanes get
+  // ranges from each other by shuffles.
   typename Excluding::Masked masked;
   KeyRange ranges[kQueries / 32];
   const auto load_excluded = [&] {
@@ -260,7 +263,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   if (warpgroup == 1) {
     float value_gradient[Memory::kValueDim / 8][4] = {}, weights[8][4];
     uint32_t rounded[4][4];
-    // Scores of the step that follows. After the last one they are of anything, and not used.
+    // Starts scores of the step that follows. After the last one they are not used.
     const auto start_scores = [&](int step) {
       const int stage = step % kStages;
       if (tiles.are_left()) memory.queries_are_there(stage).wait(parity_of(step));
@@ -284,8 +287,8 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
         weight =
             exp2_approximate(fmaf(fmaf(weight, params.scale, -row.max), kLog2E, -row.log2_sum));
       }
-      // Negative where dropout drops them.
-      if (!kIsPlain && params.dropout.seed != nullptr) {
+      // Dropped weights become negative.
+      if (!kIsUnmasked && params.dropout.seed != nullptr) {
         const Dropping<true> dropping(params, batch, head);
         dropping.template for_each_pair<1, 8>(
             query, warp_key, [&](int, int n, int half, uint32_t halves) {
@@ -295,7 +298,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
       }
       excluded[0].apply(reinterpret_cast<Accumulators<1, 8>&>(weights), 0.f);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) as_matrix_a<T, !kIsPlain>(rounded[i], weights, i);
+      for (int i = 0; i < 4; ++i) as_matrix_a<T, !kIsUnmasked>(rounded[i], weights, i);
       memory.gradients_are_there(stage).wait(parity_of(step));
       start_wide_sum<T>(value_gradient, rounded, memory.gradients(stage));
       memory.weights_are_used().wait((step & 1) ^ 1);
@@ -319,7 +322,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     }
     wait_for_products<0>();
     touch(weights);
-    store(value_gradient, Memory::kValueResultsAt, kIsPlain ? 1.f : params.dropout.factor,
+    store(value_gradient, Memory::kValueResultsAt, kIsUnmasked ? 1.f : params.dropout.factor,
           params.value_gradient, params.value_dim);
   } else {
     float key_gradient[kDim / 8][4] = {}, gradients[8][4];
@@ -327,7 +330,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     using Scores = Tile<T, kQueries, kKeys>;
     const uint32_t first_score =
         FragmentsAcross<Scores>(Scores{memory.scores()}, 0).address ^ warp_in_group * 32;
-    // As start_scores.
+    // Starts gradients of weights of the step that follows. After the last one they are not used.
     const auto start_gradients = [&](int step) {
       const int stage = step % kStages;
       if (tiles.are_left()) memory.gradients_are_there(stage).wait(parity_of(step));
@@ -366,10 +369,10 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
         for (int i = column % 2; i < 4; i += 2) {
           const float weight = eights[column / 4][column / 2 % 2 * 4 + i] * (1 / kPassedWeight);
           float& gradient = gradients[column / 2][i];
-          gradient = score_gradient<!kIsPlain>(gradient, weight, delta, params.dropout.factor);
+          gradient = score_gradient<!kIsUnmasked>(gradient, weight, delta, params.dropout.factor);
         }
       }
-      // As in sm80/backward_tile.cuh.
+      // sm80/backward_tile.cuh says why.
       if (!is_finite) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {

@@ -3,17 +3,18 @@
 
 #include "../../common/device.h"
 #include "../../common/launch.cuh"
-#include "../plan.h"
+#include "../instances/instances.h"
 #include "backward_wide.cuh"
 #include "forward.cuh"
+#include "plan.h"
 #include "tensor_map.h"
 
 namespace megasoftmax {
 
-// Whether the kernel was compiled for 9.0a. Code of another architecture has no body of it, which
-// needs next to no registers.
+// Whether the kernel was compiled for 9.0a. In code for other architectures it has no body, and so
+// few registers.
 template <class Kernel>
-bool has_code(Kernel* kernel) {
+bool is_compiled(Kernel* kernel) {
   constexpr int kRegistersOfNothing = 32;
   cudaFuncAttributes attributes{};
   if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess)
@@ -22,16 +23,15 @@ bool has_code(Kernel* kernel) {
   return false;
 }
 
-// A block for each of so many tiles of each head and batch, but at most so many blocks. Those that
-// follow each other are in clusters of `cluster`, unless that is 1.
+// Launches so many blocks for the tiles of all heads and batches. Those that follow each other are
+// in clusters of `cluster`, unless that is 1.
 template <class Params, class Maps>
 cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_t heads,
-                             int64_t most_blocks, int cluster, int threads, int shared_bytes,
+                             int64_t blocks, int cluster, int threads, int shared_bytes,
                              cudaStream_t stream, Params params, const Maps& maps) {
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
-  const int64_t blocks = std::min(items, most_blocks);
-  // Blocks that know their tiles from the start get all lengths of them without sections.
+  // Blocks that know their tiles from the start get tiles of all lengths, also without sections.
   const Device& device = current_device();
   const bool is_known = !has_unknown_lengths(params);
   params.order = TileOrder(tiles, params.batches,
@@ -43,7 +43,7 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
                 stream, params, maps);
 }
 
-// Of queries and gradients of outputs, and of keys and values.
+// Maps of queries and gradients of outputs, and of keys and values.
 inline cudaError_t make_map_of_queries(CUtensorMap& map, const AttentionParams& params,
                                        const Strided& tensor, int columns, int box_rows) {
   return make_tensor_map(map, tensor, params.batches, params.heads, params.queries, columns,
@@ -76,14 +76,14 @@ cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
 }
 
 template <class T>
-bool attention_hopper_forward_is_there(int index, HopperBias bias) {
+bool has_code(Sm90, const AttentionForwardParams& params, int tile) {
   bool is_there = false;
-  with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
-    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
+  with_regime(kAttentionHopperTiles, tile, [&]<int kIndex>() {
+    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       if constexpr (takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
         static const bool has_kernels =
-            has_code(attention_hopper_forward_kernel<T, kBias, false, kIndex>) &&
-            has_code(attention_hopper_forward_kernel<T, kBias, true, kIndex>);
+            is_compiled(attention_hopper_forward_kernel<T, kBias, false, kIndex>) &&
+            is_compiled(attention_hopper_forward_kernel<T, kBias, true, kIndex>);
         is_there = has_kernels;
       }
       return cudaSuccess;
@@ -93,38 +93,29 @@ bool attention_hopper_forward_is_there(int index, HopperBias bias) {
 }
 
 template <class T>
-cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& params, int index,
-                                              cudaStream_t stream) {
-  return with_regime(kAttentionHopperTiles, index, [&]<int kIndex>() {
-    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
+cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t stream) {
+  const ForwardPlan& plan = launch.plan;
+  return with_regime(kAttentionHopperTiles, plan.tile, [&]<int kIndex>() {
+    return with_hopper_bias(hopper_bias(launch.params), [&]<HopperBias kBias>() {
       if constexpr (!takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
         return cudaErrorInvalidValue;
       } else {
         using Memory = HopperMemory<kBias, kIndex>;
-        AttentionForwardParams launched = params;
-        int most_blocks = INT32_MAX;
-        if (shares_blocks(params) || params.tiles_taken != nullptr)
+        AttentionForwardParams params = launch.params;
+        params.heads_of_block = plan.heads_of_block;
+        params.blocks_of_heads = Divider(plan.heads / params.key_heads);
+        // A block mask has tiles from query 0 on.
+        if (plan.splits.count == 1 && plan.heads_of_block == 1 &&
+            params.block_mask.words == nullptr)
+          params.query_tile_offset = static_cast<int>(plan.row_tiles) * Memory::kQueries -
+                                     64 * divide_up(params.queries, 64);
+        if (params.tile_counter != nullptr)
           MEGASOFTMAX_RETURN_IF_ERROR(
-              attribute_of_device(cudaDevAttrMultiProcessorCount, most_blocks));
-        const int64_t row_tiles = divide_up(params.queries, Memory::kQueries);
-        const int64_t tiles = params.splits * row_tiles;
-        const int64_t heads = hopper_blocks_of_heads(params, Memory::kTile);
-        launched.row_tiles = Divider(row_tiles);
-        launched.heads_of_block = hopper_heads_of_block(params, Memory::kTile);
-        launched.blocks_of_heads = Divider(heads / params.key_heads);
-        // A note of a mask is of tiles from the first query on.
-        if (params.splits == 1 && launched.heads_of_block == 1 && params.note.words == nullptr)
-          launched.lead =
-              static_cast<int>(row_tiles) * Memory::kQueries - 64 * divide_up(params.queries, 64);
-        if (tiles * heads * params.batches <= most_blocks)
-          launched.tiles_taken = nullptr;  // each block has one
-        if (launched.tiles_taken != nullptr)
-          MEGASOFTMAX_RETURN_IF_ERROR(
-              cudaMemsetAsync(launched.tiles_taken, 0, sizeof(*launched.tiles_taken), stream));
-        const auto kernel = is_plain(params)
+              cudaMemsetAsync(params.tile_counter, 0, sizeof(*params.tile_counter), stream));
+        const auto kernel = is_unmasked(params)
                                 ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
                                 : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
-        // Before the maps: it gives a new thread its context.
+        // Before the maps, because it gives a new thread its context.
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         TensorMaps maps;
         MEGASOFTMAX_RETURN_IF_ERROR(
@@ -137,31 +128,31 @@ cudaError_t attention_hopper_forward_instance(const AttentionForwardParams& para
             make_map_of_queries(maps.output, params, params.output, params.value_dim, 16));
         if constexpr (kBias == HopperBias::kTile)
           MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
-        return launch_with_maps(kernel, tiles, heads, most_blocks, 1, Memory::kThreads,
-                                Memory::kBytes, stream, launched, maps);
+        return launch_with_maps(kernel, plan.splits.count * plan.row_tiles, plan.heads, plan.blocks,
+                                1, Memory::kThreads, Memory::kBytes, stream, params, maps);
       }
     });
   });
 }
 
-template <class T, HopperBias kBias, bool kIsPlain, int kIndex, bool kHasTurns = false>
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex, bool kHasTurns = false>
 constexpr auto hopper_backward_kernel() {
   if constexpr (kAttentionHopperBackwardTiles[kIndex].is_wide()) {
-    return attention_hopper_wide_backward_kernel<T, kIsPlain, kIndex>;
+    return attention_hopper_wide_backward_kernel<T, kIsUnmasked, kIndex>;
   } else {
-    return attention_hopper_backward_kernel<T, kBias, kIsPlain, kHasTurns, kIndex>;
+    return attention_hopper_backward_kernel<T, kBias, kIsUnmasked, kHasTurns, kIndex>;
   }
 }
 
 template <class T>
-bool attention_hopper_backward_is_there(int index, HopperBias bias) {
+bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
   bool is_there = false;
-  with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
-    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
+  with_regime(kAttentionHopperBackwardTiles, tile, [&]<int kIndex>() {
+    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       if constexpr (takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
         static const bool has_kernels =
-            has_code(hopper_backward_kernel<T, kBias, false, kIndex>()) &&
-            has_code(hopper_backward_kernel<T, kBias, true, kIndex>());
+            is_compiled(hopper_backward_kernel<T, kBias, false, kIndex>()) &&
+            is_compiled(hopper_backward_kernel<T, kBias, true, kIndex>());
         is_there = has_kernels;
       }
       return cudaSuccess;
@@ -171,9 +162,9 @@ bool attention_hopper_backward_is_there(int index, HopperBias bias) {
 }
 
 template <class T>
-cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& params, int index,
-                                               cudaStream_t stream) {
-  return with_regime(kAttentionHopperBackwardTiles, index, [&]<int kIndex>() {
+cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t stream) {
+  const auto& [params, plan] = launch;
+  return with_regime(kAttentionHopperBackwardTiles, plan.tile, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       if constexpr (!takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
         return cudaErrorInvalidValue;
@@ -181,9 +172,9 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
         constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
         using Memory = std::conditional_t<kIsWide, HopperWideBackwardMemory<kIndex>,
                                           HopperBackwardMemory<kBias, kIndex>>;
-        // A warpgroup adds its rows of dQ together, or each warp its own.
+        // The warpgroup adds its 64 rows of dQ at once, or each warp its 16.
         constexpr int kSumRows = kIsWide ? 16 : 64;
-        const int cluster = params.bias_gradient_kind == BiasGradient::kInClusters
+        const int cluster = plan.bias_gradient == BiasGradient::kInClusters
                                 ? static_cast<int>(params.batches_per_bias.divisor)
                                 : 1;
         Strided sums = contiguous(params.heads, params.queries, params.head_dim);
@@ -213,9 +204,9 @@ cudaError_t attention_hopper_backward_instance(const AttentionBackwardParams& pa
         }
         const auto launch_kernel = [&]<bool kHasTurns>() {
           return launch_with_maps(
-              is_plain(params) ? hopper_backward_kernel<T, kBias, true, kIndex, kHasTurns>()
-                               : hopper_backward_kernel<T, kBias, false, kIndex, kHasTurns>(),
-              divide_up(params.keys, Memory::kKeys), params.key_heads, INT32_MAX, cluster,
+              is_unmasked(params) ? hopper_backward_kernel<T, kBias, true, kIndex, kHasTurns>()
+                                  : hopper_backward_kernel<T, kBias, false, kIndex, kHasTurns>(),
+              divide_up(params.keys, Memory::kKeys), params.key_heads, plan.blocks, cluster,
               Memory::kThreads, Memory::kBytes, stream, params, maps);
         };
         return params.turns != nullptr ? launch_kernel.template operator()<true>()

@@ -1,22 +1,22 @@
 #pragma once
-// What dropout keeps of a tile, as bits in shared memory. A call of Philox gives bits of 32 keys,
-// and a warp of Hopper's backward has 16: two warps exchange what they make.
+// What dropout keeps of a tile, as bits in shared memory. A call of Philox gives bits for 32 keys,
+// and a warp of Hopper's backward has 16. So two warps exchange bits.
 
 #include "../dropping.cuh"
 #include "ptx.cuh"
 
 namespace megasoftmax {
 
-// Of a warpgroup, 64 keys in rows, and 128 queries. Each of its four warps makes the bits of even
-// or odd queries and of 32 keys.
+// The bits of a warpgroup: 64 keys in rows, and 128 queries. Each of its four warps makes the bits
+// of even or odd queries and of 32 keys.
 struct KeptBits {
   static constexpr int kQueries = 128;
-  // Of a lane: of even and of odd queries a word each.
+  // A lane has a word for even and a word for odd queries.
   static constexpr int kBytesOfWarp = 2 * 128, kBytes = 4 * kBytesOfWarp;
 
   uint32_t address;
 
-  // The part of this warp. Others read it after a barrier of the warpgroup.
+  // Makes this warp's part. Others read it after a barrier of the warpgroup.
   __device__ __forceinline__ void make(const Dropping<true>& dropping, int first_query,
                                        int first_key, int warp) const {
     const int pair = warp / 2, right = warp % 2;
@@ -38,7 +38,7 @@ struct KeptBits {
     uint32_t words[2];
 
     // Calls body(n, i, is_kept) for element i of each eight of queries, byte by byte of the bits:
-    // an instruction makes predicates of some bits of a byte.
+    // one instruction makes predicates of several bits of a byte.
     template <class Body>
     __device__ __forceinline__ void for_each(Body&& body) const {
 #pragma unroll
@@ -50,7 +50,7 @@ struct KeptBits {
       }
     }
   };
-  // Those of a lane of this warp.
+  // The bits of a lane of this warp.
   __device__ __forceinline__ OfLane load(int warp) const {
     return {{load_word(of_lane(warp)), load_word(of_lane(warp) + 128)}};
   }

@@ -1,6 +1,6 @@
 #pragma once
-// Hopper's instructions behind names: barriers in shared memory, tensor copies, and products by a
-// warpgroup, 128 threads, that run while it goes on.
+// Hopper's instructions behind names: barriers in shared memory, tensor copies, and asynchronous
+// products of a warpgroup, 128 threads.
 
 #include <cuda.h>
 
@@ -8,7 +8,7 @@
 
 namespace megasoftmax {
 
-// A barrier in shared memory, whose phases have parities 0 and 1 in turn.
+// A barrier in shared memory. The parities of its phases alternate between 0 and 1.
 struct Barrier {
   uint32_t address;
 
@@ -18,7 +18,7 @@ struct Barrier {
   __device__ void arrive() const {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
   }
-  // At the same barrier of a block of the cluster.
+  // Arrives at the same barrier of another block of the cluster.
   __device__ void arrive_in(int block) const {
     asm volatile(
         "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -26,12 +26,12 @@ struct Barrier {
         "r"(block)
         : "memory");
   }
-  // Arrives; the phase also waits for so many bytes of copies.
+  // Arrives. The phase also waits for so many bytes of copies.
   __device__ void arrive_and_expect(int bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                  : "memory");
   }
-  // Until the phase of this parity is complete.
+  // Waits until the phase of this parity is complete.
   __device__ void wait(int parity) const {
     asm volatile(
         "{.reg .pred done;\n"
@@ -53,12 +53,12 @@ __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Starts to load what copies by a map need first.
+// Prefetches a map that copies will use.
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Starts to copy a box of a tensor to shared memory, which counts on the barrier; what lies beyond
+// Starts to copy a box of a tensor to shared memory, which counts on the barrier. What lies beyond
 // the tensor becomes 0.
 __device__ inline void start_copy_of_box(uint32_t shared, const CUtensorMap& map, Barrier barrier,
                                          int column, int row, int head, int batch) {
@@ -69,7 +69,7 @@ __device__ inline void start_copy_of_box(uint32_t shared, const CUtensorMap& map
       : "memory");
 }
 
-// The same of kPanels boxes beside each other, each of so many rows.
+// Starts to copy kPanels boxes of `rows` rows that lie side by side.
 template <int kPanels>
 __device__ __forceinline__ void start_copy_of_panels(uint32_t shared, const CUtensorMap& map,
                                                      Barrier barrier, int rows, int first_row,
@@ -80,7 +80,8 @@ __device__ __forceinline__ void start_copy_of_panels(uint32_t shared, const CUte
                       batch);
 }
 
-// Starts to copy bytes, a multiple of 16 from such an address to another, likewise.
+// Starts to copy bytes to shared memory, which counts on the barrier. Size and addresses are
+// multiples of 16.
 __device__ inline void start_copy_of_bytes(uint32_t shared, const void* global, int bytes,
                                            Barrier barrier) {
   asm volatile(
@@ -90,8 +91,8 @@ __device__ inline void start_copy_of_bytes(uint32_t shared, const void* global, 
       : "memory");
 }
 
-// Starts to copy bytes of shared memory to a block of the cluster, which counts them on its barrier
-// of the same place, likewise.
+// Starts to copy bytes of shared memory to the same place of another block of the cluster, which
+// counts on the same barrier there. Size and addresses are multiples of 16.
 __device__ inline void start_copy_to_block(uint32_t to, uint32_t from, int bytes, Barrier barrier,
                                            int block) {
   asm volatile(
@@ -104,7 +105,8 @@ __device__ inline void start_copy_to_block(uint32_t to, uint32_t from, int bytes
       : "memory");
 }
 
-// Starts to write a box in shared memory to a tensor in global memory, but for what lies beyond it.
+// Starts to write a box in shared memory to a tensor in global memory, except for what lies beyond
+// it.
 __device__ inline void start_store_of_box(const CUtensorMap& map, uint32_t shared, int column,
                                           int row, int head, int batch) {
   asm volatile(
@@ -113,7 +115,7 @@ __device__ inline void start_store_of_box(const CUtensorMap& map, uint32_t share
       "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// The same, added to what is there.
+// Starts to add a box in shared memory to a tensor in global memory.
 __device__ inline void start_sum_of_box(const CUtensorMap& map, uint32_t shared, int column,
                                         int row, int head, int batch) {
   asm volatile(
@@ -123,33 +125,33 @@ __device__ inline void start_sum_of_box(const CUtensorMap& map, uint32_t shared,
       : "memory");
 }
 
-// Of 8 bytes of shared memory.
+// Loads 8 bytes of shared memory.
 __device__ inline void load_pair(uint32_t (&words)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1])
                : "r"(shared)
                : "memory");
 }
-// Of 16.
+// Loads 16 bytes of shared memory.
 __device__ inline void load_four(uint32_t (&words)[4], uint32_t shared) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(shared)
                : "memory");
 }
-// To 4.
+// Stores 4 bytes to shared memory.
 __device__ inline void store_word(uint32_t shared, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
 }
-// To 16.
+// Stores 16 bytes to shared memory.
 __device__ inline void store_four(uint32_t shared, const uint32_t (&words)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
 
-// Starts to load words that nobody writes from an address that is a multiple of their bytes, here
-// and not later, where they are needed.
+// Starts to load words that no thread writes. The compiler may not move the load to where they are
+// needed. The address is a multiple of their bytes.
 __device__ inline void start_load(uint32_t (&words)[2], const uint32_t* global) {
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(global));
 }
@@ -159,14 +161,15 @@ __device__ inline void start_load(uint32_t (&words)[4], const uint32_t* global) 
                : "l"(global));
 }
 
-// Waits until what the lanes of a warp load from shared memory has come, of which `words` are made.
-// An arrival at a barrier that follows a load does not: it would let others write there before.
+// Waits until loads of the warp from shared memory are complete, from which `words` is made. An
+// arrival at a barrier after a load does not wait for it, so others could overwrite the words
+// before.
 __device__ __forceinline__ void wait_for_loads(uint32_t words) {
   constexpr uint32_t kAny = 0x9e3779b9;
   if (__any_sync(~0u, words == kAny)) __nanosleep(0);  // the vote needs them, whatever they are
 }
 
-// Registers of each thread of a warpgroup.
+// Sets the registers of each thread of a warpgroup.
 template <int kRegisters>
 __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -176,29 +179,29 @@ __device__ inline void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Of the threads of one warpgroup; barrier 0 is that of __syncthreads.
+// Synchronises the threads of a warpgroup. Barrier 0 is that of __syncthreads.
 __device__ inline void sync_warpgroup(int warpgroup) {
   asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
-// Of those of so many warpgroups, 0 and on.
+// Synchronises warpgroups 0 to kWarpgroups - 1.
 template <int kWarpgroups>
 __device__ inline void sync_warpgroups() {
   asm volatile("bar.sync %0, %1;" ::"n"(kWarpgroups + 1), "n"(128 * kWarpgroups) : "memory");
 }
 
-// Warpgroups take turns, 0 and on: each waits until the one before has passed the turn to it, by a
-// barrier of its own. The last one passes the first turn.
+// Ping-pong: a warpgroup waits until the one before it passes, by a barrier of its own. The last
+// one passes first.
 template <int kWarpgroups>
-__device__ inline void wait_for_turn(int warpgroup) {
+__device__ inline void wait_in_ping_pong(int warpgroup) {
   asm volatile("bar.sync %0, 256;" ::"r"(warpgroup + kWarpgroups + 1) : "memory");
 }
 template <int kWarpgroups>
-__device__ inline void pass_turn(int warpgroup) {
+__device__ inline void pass_in_ping_pong(int warpgroup) {
   const int next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
   asm volatile("bar.arrive %0, 256;" ::"r"(next + kWarpgroups + 1) : "memory");
 }
 
-// Of so many other warps, by a barrier with a number of their own.
+// Synchronises so many other warps, by a barrier with a number of their own.
 template <int kNumber, int kWarps>
 __device__ inline void sync_warps() {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(32 * kWarps) : "memory");
@@ -212,18 +215,18 @@ __device__ inline void store_matrices_transposed(uint32_t shared, const uint32_t
       : "memory");
 }
 
-// What comes before products that follow: registers are as they should be.
+// Precedes products: orders them after earlier writes to their registers.
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until all but the last kPending groups are done.
+// Waits until all but the last kPending groups are done.
 template <int kPending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// x ^ y, made here: the compiler may make it neither before a wait nor behind one.
+// x ^ y, computed here: the compiler may move it neither before nor behind a wait.
 __device__ __forceinline__ uint32_t xor_here(uint32_t x, uint32_t y) {
   uint32_t result;
   asm volatile("xor.b32 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
@@ -240,21 +243,21 @@ __device__ __forceinline__ void touch(float (&results)[kN][4]) {
                    "+f"(results[n][3])::"memory");
 }
 
-// How products find a matrix in shared memory: panels of 64 columns, rows of 128 bytes swizzled as
-// tensor copies do it. `panel_bytes` counts where the columns are not what is summed over.
+// The descriptor of a matrix in shared memory: panels of 64 columns, rows of 128 bytes, swizzled as
+// tensor copies do it. `panel_bytes` is used if the product does not sum over the columns.
 __device__ inline uint64_t matrix_at(uint32_t address, int panel_bytes) {
   const uint64_t encoded_address = (address & 0x3ffff) >> 4;
   return encoded_address | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
          uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// The same so many bytes further on, a multiple of 16.
+// The descriptor of a matrix that begins so many bytes later, a multiple of 16.
 __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
   const uint32_t low = static_cast<uint32_t>(matrix) + (bytes >> 4);
   return matrix >> 32 << 32 | low;
 }
 
-// What products name: numbers of registers, and the registers of eights of columns.
+// Operands of products: numbers of registers, and the registers of groups of 8 columns.
 #define MEGASOFTMAX_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define MEGASOFTMAX_8(d, n) MEGASOFTMAX_4(d, n), MEGASOFTMAX_4(d, n + 1)
 #define MEGASOFTMAX_32(d, n) \
@@ -280,8 +283,8 @@ __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
   "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
   "%120, %121, %122, %123, %124, %125, %126, %127"
 
-// Starts results = a b^T, or += where is_sum: a 64 x 16 and b of kN * 8 rows and 16 columns, both
-// in shared memory; or kIsTransposed, b of 16 rows and kN * 8 columns.
+// Starts results = a b^T, or += if is_sum: a 64 x 16, b kN * 8 rows and 16 columns, both in shared
+// memory. If kIsTransposed, b has 16 rows and kN * 8 columns.
 template <class T, bool kIsTransposed = false, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t a, uint64_t b,
                                               int is_sum) {
@@ -307,8 +310,8 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t 
 #undef MEGASOFTMAX_PRODUCT
 }
 
-// Starts results = a b^T, a of 64 rows and b of kN * 8, both of kColumns columns in panels of so
-// many bytes.
+// Starts results = a b^T: a 64 rows, b kN * 8 rows, both with kColumns columns in panels of so many
+// bytes.
 template <class T, int kColumns, int kN>
 __device__ __forceinline__ void start_product_of_rows(float (&results)[kN][4], uint64_t a,
                                                       int panel_bytes_of_a, uint64_t b,
@@ -321,8 +324,8 @@ __device__ __forceinline__ void start_product_of_rows(float (&results)[kN][4], u
   }
 }
 
-// Starts results += a b: a 64 x 16 in registers, b of 16 rows and kN * 8 columns. The last of the
-// panels of b may be used in part.
+// Starts results += a b: a 64 x 16 in registers, b 16 rows and kN * 8 columns. The last panel of b
+// may be used in part.
 template <class T, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], const uint32_t (&a)[4],
                                               uint64_t b) {
@@ -368,7 +371,7 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], const uin
 #undef MEGASOFTMAX_PRODUCT
 }
 
-// The same of a 64 x 16 * kSteps.
+// Starts results += a b: a 64 x 16 * kSteps in registers.
 template <class T, int kN, int kSteps>
 __device__ __forceinline__ void start_sum_of_products(float (&results)[kN][4],
                                                       const uint32_t (&a)[kSteps][4], uint64_t b) {

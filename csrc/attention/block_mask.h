@@ -1,7 +1,7 @@
 #pragma once
-// A note of what mask and ranges leave of the scores of a head, tile by tile of kNoteTile queries
-// and keys. Kernels skip tiles without a visible pair, and look at pairs only where a tile has
-// both. Compiles without nvcc.
+// The block mask says of each tile of kMaskTile queries and keys of a head whether mask and ranges
+// leave a visible pair, and whether they exclude one. Kernels skip tiles without a visible pair,
+// and look at pairs only in tiles that have both. Compiles without nvcc.
 
 #include <cstdint>
 
@@ -10,23 +10,26 @@
 
 namespace megasoftmax {
 
-// The words of a head: a bit for each tile that is seen, in lines of queries, and for each that is
-// mixed; the first again in lines of keys; then one for each pair that the mask excludes, unless it
-// excludes whole tiles. Where queries have bits of their own, those come again, tile by tile, so
-// that a copy of bytes brings what the backward takes: 64 queries of each key.
-struct NoteLayout {
+// The words of a head, in this order:
+// * a bit for each tile that is seen, in lines of queries, and a bit for each tile that is mixed;
+// * the seen bits again, in lines of keys;
+// * the bitmask: a bit for each pair that the mask excludes, unless the mask has an entry for each
+//   block of pairs;
+// * if queries have bits of their own, the bitmask again, tile by tile, with 64 queries of each
+//   key: the backward copies it as bytes.
+struct BlockMaskLayout {
   int query_tiles = 0, key_tiles = 0;
   int bit_rows = 0;  // one for each query, or one that all share
 
-  NoteLayout() = default;
-  __host__ __device__ NoteLayout(int queries, int keys, int bit_rows)
-      : query_tiles(divide_up(queries, kNoteTile)),
-        key_tiles(divide_up(keys, kNoteTile)),
+  BlockMaskLayout() = default;
+  __host__ __device__ BlockMaskLayout(int queries, int keys, int bit_rows)
+      : query_tiles(divide_up(queries, kMaskTile)),
+        key_tiles(divide_up(keys, kMaskTile)),
         bit_rows(bit_rows) {}
 
   __host__ __device__ int words_of_keys() const { return divide_up(key_tiles, 32); }
   __host__ __device__ int words_of_queries() const { return divide_up(query_tiles, 32); }
-  // Of two tiles each 16 bytes, which are read at a time.
+  // 16 bytes for each two tiles, which are read at once.
   __host__ __device__ int words_of_bits() const { return divide_up(key_tiles, 2) * 4; }
 
   // Where each part begins. Seen: some pair is visible. Mixed: but not all of them.
@@ -40,7 +43,7 @@ struct NoteLayout {
     return divide_up<int64_t>(seen_by_key() + int64_t{key_tiles} * words_of_queries(), 4) * 4;
   }
   // Tiles of the same keys lie side by side. Each tile has 64 bits for each of its keys.
-  static constexpr int kWordsOfTile = 2 * kNoteTile;
+  static constexpr int kWordsOfTile = 2 * kMaskTile;
   __host__ __device__ bool has_bits_by_key() const { return bit_rows > 1; }
   __host__ __device__ int64_t bits_by_key(int key_tile = 0, int query_tile = 0) const {
     return bits() + int64_t{bit_rows} * words_of_bits() +
@@ -52,9 +55,9 @@ struct NoteLayout {
 };
 
 // Absent when words is null.
-struct Note {
+struct BlockMask {
   uint32_t* words = nullptr;
-  NoteLayout layout;
+  BlockMaskLayout layout;
   int64_t batch_stride = 0, head_stride = 0;
 
   __host__ __device__ uint32_t* of(int64_t batch, int64_t head) const {

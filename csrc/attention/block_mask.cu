@@ -1,5 +1,5 @@
-// Makes the note of mask and ranges, see note.h. With a mask a warp looks at one tile; ranges alone
-// need no look at tiles.
+// Makes the block mask of mask and ranges, see block_mask.h. With a mask a warp looks at one tile;
+// ranges alone need no look at tiles.
 
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
@@ -8,13 +8,13 @@
 namespace megasoftmax {
 namespace {
 
-constexpr int kNoteThreads = 256;
+constexpr int kBlockMaskThreads = 256;
 constexpr int kRangesThreads = 1024;  // a warp for each of 32 tiles of queries
 
-// Bits of the keys of a tile, the first of them `first_key`.
+// The bits of a tile's keys, from `first_key` on.
 using TileBits = uint64_t;
 
-// Those below `count`, which may be any number.
+// The bits below `count`, which may be any number.
 __device__ TileBits bits_below(int count) {
   return count <= 0 ? 0 : count >= 64 ? ~TileBits{0} : (TileBits{1} << count) - 1;
 }
@@ -28,18 +28,18 @@ __device__ uint32_t bits_of_bytes(uint32_t bytes) {
 // Whether read_wide_mask may read a tile of a mask, which begins at `tile`.
 __device__ bool is_wide(const AttentionParams& params, const bool* tile, int first_key) {
   const Strided& mask = params.mask;
-  return mask.column_stride == 1 && first_key + kNoteTile <= params.keys &&
+  return mask.column_stride == 1 && first_key + kMaskTile <= params.keys &&
          (reinterpret_cast<uintptr_t>(tile) | mask.query_stride) % sizeof(uint4) == 0;
 }
 // Where a tile of a mask excludes the keys of query lane and query lane + 32. Four lanes read the
 // 64 keys of a query.
 __device__ void read_wide_mask(const AttentionParams& params, const bool* tile, int first_query,
                                TileBits (&excluded)[2]) {
-  constexpr int kLanes = kNoteTile / sizeof(uint4), kRows = 32 / kLanes;
+  constexpr int kLanes = kMaskTile / sizeof(uint4), kRows = 32 / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  uint4 bytes[kNoteTile / kRows];
+  uint4 bytes[kMaskTile / kRows];
 #pragma unroll
-  for (int i = 0; i < kNoteTile / kRows; ++i) {
+  for (int i = 0; i < kMaskTile / kRows; ++i) {
     const int row = i * kRows + lane / kLanes;
     bytes[i] = {0, 0, 0, 0};
     if (first_query + row < params.queries)
@@ -47,7 +47,7 @@ __device__ void read_wide_mask(const AttentionParams& params, const bool* tile, 
                        lane % kLanes);
   }
 #pragma unroll
-  for (int i = 0; i < kNoteTile / kRows; ++i) {
+  for (int i = 0; i < kMaskTile / kRows; ++i) {
     const uint32_t mine = bits_of_bytes(bytes[i].x) | bits_of_bytes(bytes[i].y) << 4 |
                           bits_of_bytes(bytes[i].z) << 8 | bits_of_bytes(bytes[i].w) << 12;
     const uint32_t pair = mine << lane % 2 * 16;
@@ -59,7 +59,7 @@ __device__ void read_wide_mask(const AttentionParams& params, const bool* tile, 
   }
 }
 
-// The same of any mask. Lanes read neighbours, whatever strides and alignment are.
+// Reads a tile of a mask of any strides and alignment. Lanes read neighbouring entries.
 __device__ void read_mask(const AttentionParams& params, int batch, int head, int first_query,
                           int first_key, TileBits (&excluded)[2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -100,7 +100,7 @@ __device__ void read_mask(const AttentionParams& params, int batch, int head, in
   }
 }
 
-// Of 32 x 32 bits, a row in each lane, the columns.
+// Transposes 32 x 32 bits, a row in each lane.
 __device__ uint32_t transposed(uint32_t bits) {
   const uint32_t lane = threadIdx.x % 32;
   uint32_t mask = 0x0000ffff;
@@ -113,7 +113,7 @@ __device__ uint32_t transposed(uint32_t bits) {
   return bits;
 }
 
-// Writes the bits of a tile again, those of the queries of each key together.
+// Writes the bits of a tile again, with the queries of each key together.
 __device__ void write_by_key(uint32_t* tile, const TileBits (&excluded)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -127,24 +127,25 @@ __device__ void write_by_key(uint32_t* tile, const TileBits (&excluded)[2]) {
 
 // The bits of tiles must be 0.
 template <bool kIsForBackward>
-__global__ void __launch_bounds__(kNoteThreads)
-    attention_note_kernel(const __grid_constant__ AttentionParams params, int batches, int heads) {
+__global__ void __launch_bounds__(kBlockMaskThreads)
+    attention_block_mask_kernel(const __grid_constant__ AttentionParams params, int batches,
+                                int heads) {
   if (!kIsAmpere) return;
-  const NoteLayout& layout = params.note.layout;
+  const BlockMaskLayout& layout = params.block_mask.layout;
   const int64_t of_head = int64_t{layout.query_tiles} * layout.key_tiles;
-  const int64_t index = (int64_t{blockIdx.x} * kNoteThreads + threadIdx.x) / 32;
+  const int64_t index = (int64_t{blockIdx.x} * kBlockMaskThreads + threadIdx.x) / 32;
   if (index >= of_head * heads * batches) return;
   const int entry = static_cast<int>(index / of_head);
   const int64_t tile = index - entry * of_head;
   const int batch = entry / heads, head = entry % heads;
   const int query_tile = static_cast<int>(tile / layout.key_tiles);
   const int key_tile = static_cast<int>(tile - int64_t{query_tile} * layout.key_tiles);
-  const int first_query = query_tile * kNoteTile, first_key = key_tile * kNoteTile;
+  const int first_query = query_tile * kMaskTile, first_key = key_tile * kMaskTile;
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
   TileBits excluded[2] = {0, 0};
   read_mask(params, batch, head, first_query, first_key, excluded);
-  uint32_t* const words = params.note.of(batch, head);
+  uint32_t* const words = params.block_mask.of(batch, head);
   if (kIsForBackward && layout.has_bits_by_key())
     write_by_key(words + layout.bits_by_key(key_tile, query_tile), excluded);
   const TileBits inside = bits_below(params.keys - first_key);
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kNoteThreads)
   if (is_mixed) atomicOr(words + layout.mixed_by_query() + by_query, 1u << key_tile % 32);
 }
 
-// The bits of a word, the first of them number `first`, from `begin` to before `end`.
+// The bits [begin, end) of a word whose first bit is number `first`.
 __device__ uint32_t bits_between(int begin, int end, int first) {
   const auto below = [&](int number) -> uint32_t {
     const int count = number - first;
@@ -184,12 +185,13 @@ __device__ uint32_t bits_between(int begin, int end, int first) {
   return below(end) & ~below(begin);
 }
 
-// Tiles of keys from the first to before the last that a tile of queries sees, and sees whole.
+// The tiles of keys that a tile of queries sees, and those that it sees whole, as ranges [first,
+// last).
 struct SeenTiles {
   int begin, end, whole_begin, whole_end;
 };
 
-// A warp finds them. What lies between two ranges counts as seen, and as mixed.
+// A warp finds them. Tiles between two ranges count as seen and as mixed.
 __device__ SeenTiles seen_tiles(const AttentionParams& params, int batch, int head,
                                 int first_query) {
   int least_first = INT32_MAX, most_first = 0, least_end = params.keys, most_end = 0;
@@ -214,17 +216,17 @@ __device__ SeenTiles seen_tiles(const AttentionParams& params, int batch, int he
   most_first = largest_of_lanes(most_first);
   least_end = smallest_of_lanes(least_end);
   most_end = largest_of_lanes(most_end);
-  const auto tiles_up_to = [](int key) { return key / kNoteTile + (key % kNoteTile > 0); };
-  return {least_first / kNoteTile, tiles_up_to(most_end), tiles_up_to(most_first),
-          least_end == params.keys ? tiles_up_to(params.keys) : least_end / kNoteTile};
+  const auto tiles_up_to = [](int key) { return key / kMaskTile + (key % kMaskTile > 0); };
+  return {least_first / kMaskTile, tiles_up_to(most_end), tiles_up_to(most_first),
+          least_end == params.keys ? tiles_up_to(params.keys) : least_end / kMaskTile};
 }
 
-// A block notes 32 tiles of queries, a word of each line of keys.
+// A block writes 32 tiles of queries, a word of each line of keys.
 __global__ void __launch_bounds__(kRangesThreads)
-    attention_note_of_ranges_kernel(const __grid_constant__ AttentionParams params, int groups,
-                                    int heads) {
+    attention_block_mask_of_ranges_kernel(const __grid_constant__ AttentionParams params,
+                                          int groups, int heads) {
   if (!kIsAmpere) return;
-  const NoteLayout& layout = params.note.layout;
+  const BlockMaskLayout& layout = params.block_mask.layout;
   const int entry = static_cast<int>(blockIdx.x) / groups;
   const int group = static_cast<int>(blockIdx.x) % groups;
   const int batch = entry / heads, head = entry % heads;
@@ -232,12 +234,12 @@ __global__ void __launch_bounds__(kRangesThreads)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   __shared__ SeenTiles seen_of[32];
   static_assert(kWarps == 32);
-  const SeenTiles seen_by_warp = seen_tiles(params, batch, head, (group * 32 + warp) * kNoteTile);
+  const SeenTiles seen_by_warp = seen_tiles(params, batch, head, (group * 32 + warp) * kMaskTile);
   if (lane == 0) seen_of[warp] = seen_by_warp;
   __syncthreads();
   const SeenTiles tiles = seen_of[lane];
   const int query_tile = group * 32 + lane;
-  uint32_t* const words = params.note.of(batch, head);
+  uint32_t* const words = params.block_mask.of(batch, head);
   for (int word = warp; word < layout.words_of_keys(); word += kWarps) {
     const uint32_t seen = bits_between(tiles.begin, tiles.end, word * 32);
     if (query_tile < layout.query_tiles) {
@@ -261,11 +263,11 @@ __global__ void __launch_bounds__(kRangesThreads)
 
 }  // namespace
 
-cudaError_t attention_note(const AttentionParams& params, int batches, int heads,
-                           bool is_for_backward, cudaStream_t stream) {
-  const Note& note = params.note;
+cudaError_t attention_block_mask(const AttentionParams& params, int batches, int heads,
+                                 bool is_for_backward, cudaStream_t stream) {
+  const BlockMask& block_mask = params.block_mask;
   const int64_t entries = int64_t{batches} * heads;
-  const int64_t tiles = entries * note.layout.query_tiles * note.layout.key_tiles;
+  const int64_t tiles = entries * block_mask.layout.query_tiles * block_mask.layout.key_tiles;
   if (tiles == 0) return cudaSuccess;
   const auto start = [&](void (*kernel)(AttentionParams, int, int), int64_t blocks, int threads,
                          int divisor) {
@@ -274,20 +276,22 @@ cudaError_t attention_note(const AttentionParams& params, int batches, int heads
                   0, Together::kNot, 1, stream, params, divisor, heads);
   };
   if (params.mask.data == nullptr) {
-    const int groups = note.layout.words_of_queries();
-    return start(attention_note_of_ranges_kernel, entries * groups, kRangesThreads, groups);
+    const int groups = block_mask.layout.words_of_queries();
+    return start(attention_block_mask_of_ranges_kernel, entries * groups, kRangesThreads, groups);
   }
-  const int64_t pitch = note.layout.words() * sizeof(uint32_t);
-  const int64_t width = note.layout.bits() * sizeof(uint32_t);
+  const int64_t pitch = block_mask.layout.words() * sizeof(uint32_t);
+  const int64_t width = block_mask.layout.bits() * sizeof(uint32_t);
   if (pitch <= INT32_MAX) {
-    MEGASOFTMAX_RETURN_IF_ERROR(cudaMemset2DAsync(note.words, pitch, 0, width, entries, stream));
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        cudaMemset2DAsync(block_mask.words, pitch, 0, width, entries, stream));
   } else {
     for (int64_t entry = 0; entry < entries; ++entry)
       MEGASOFTMAX_RETURN_IF_ERROR(
-          cudaMemsetAsync(note.words + entry * note.layout.words(), 0, width, stream));
+          cudaMemsetAsync(block_mask.words + entry * block_mask.layout.words(), 0, width, stream));
   }
-  return start(is_for_backward ? attention_note_kernel<true> : attention_note_kernel<false>,
-               divide_up<int64_t>(tiles, kNoteThreads / 32), kNoteThreads, batches);
+  return start(
+      is_for_backward ? attention_block_mask_kernel<true> : attention_block_mask_kernel<false>,
+      divide_up<int64_t>(tiles, kBlockMaskThreads / 32), kBlockMaskThreads, batches);
 }
 
 }  // namespace megasoftmax

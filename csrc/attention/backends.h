@@ -1,0 +1,38 @@
+#pragma once
+// The backends of attention: a folder of kernels for some GPUs, with a plan.h. Instances.h declares
+// their launches. A new backend is a folder, an enumerator of BackendId, and a line in each
+// function below. Plain host code.
+
+#include "sm80/plan.h"
+#include "sm90/plan.h"
+
+namespace megasoftmax {
+
+// Calls body(Backend{}).
+template <class Body>
+auto with_backend(BackendId id, Body&& body) {
+  switch (id) {
+    case BackendId::kSm90:
+      return body(Sm90{});
+    default:
+      return body(Sm80{});
+  }
+}
+
+// The plan of the first backend that takes a launch. `has_code(backend, tile)`: whether the kernels
+// for a row of its tiles were compiled for this GPU.
+template <class HasCode>
+ForwardPlan forward_plan(const AttentionForwardParams& params, const Device& device,
+                         HasCode&& has_code) {
+  const auto found = Sm90::plan(params, device, [&](int tile) { return has_code(Sm90{}, tile); });
+  return found ? *found : Sm80::plan(params, device);
+}
+template <class HasCode>
+BackwardPlan backward_plan(const AttentionBackwardParams& params, bool is_deterministic,
+                           const Device& device, HasCode&& has_code) {
+  const auto found = Sm90::plan(params, is_deterministic, device,
+                                [&](int tile) { return has_code(Sm90{}, tile); });
+  return found ? *found : Sm80::plan(params, is_deterministic, device);
+}
+
+}  // namespace megasoftmax

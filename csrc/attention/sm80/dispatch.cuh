@@ -1,0 +1,122 @@
+#pragma once
+// From a plan to one of the portable kernels.
+
+#include "../instances/instances.h"
+#include "../launches.cuh"
+#include "backward.cuh"
+#include "decode.cuh"
+#include "forward.cuh"
+#include "plan.h"
+#include "query_gradient.cuh"
+#include "wide.cuh"
+
+namespace megasoftmax {
+
+// Calls body.operator()<kind>() for the kind of bias of a launch of T.
+template <class T, class Body>
+cudaError_t with_bias_kind(const AttentionParams& params, Body&& body) {
+  switch (bias_kind(params)) {
+    case BiasKind::kNone:
+      return body.template operator()<BiasKind::kNone>();
+    case BiasKind::kTile:
+      if constexpr (sizeof(T) == 2) return body.template operator()<BiasKind::kTile>();
+      break;
+    case BiasKind::kAny:
+      return body.template operator()<BiasKind::kAny>();
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Calls body.operator()<index>() for a row of a table of tiles that is for T and such a bias.
+template <class T, const auto& kTiles, BiasKind kBias, class Body>
+cudaError_t with_tile(int index, Body&& body) {
+  return with_regime(kTiles, index, [&]<int kIndex>() -> cudaError_t {
+    if constexpr (kTiles[kIndex].element_bytes == sizeof(T) && is_taken(kTiles, kIndex, kBias)) {
+      return body.template operator()<kIndex>();
+    } else {
+      return cudaErrorInvalidValue;
+    }
+  });
+}
+
+template <class T, bool kHasBias>
+cudaError_t launch_decode(const ForwardLaunch& launch, cudaStream_t stream) {
+  const auto& [params, plan] = launch;
+  return with_regime(kAttentionForwardTiles, plan.tile, [&]<int kIndex>() {
+    constexpr int kDim = kAttentionForwardTiles[kIndex].head_dim, kWarps = decode_warps(kDim);
+    const Together together = plan.splits.count == 1       ? Together::kNot
+                              : plan.splits.take_workspace ? Together::kAll
+                                                           : Together::kInClusters;
+    return launch_tiles(attention_decode_kernel<T, kHasBias, kDim>, plan.row_tiles, plan.heads,
+                        params.batches, 32 * kWarps, DecodeLayout(kDim).bytes, stream, params,
+                        plan.splits.count, together);
+  });
+}
+
+template <class T>
+cudaError_t launch_wide(const ForwardLaunch& launch, cudaStream_t stream) {
+  const auto& [params, plan] = launch;
+  return launch_tiles(params.bias.data != nullptr ? attention_wide_kernel<T, true>
+                                                  : attention_wide_kernel<T, false>,
+                      plan.splits.count * plan.row_tiles, plan.heads, params.batches, kWideThreads,
+                      WideLayout::kBytes, stream, params);
+}
+
+template <class T>
+cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t stream) {
+  const auto& [params, plan] = launch;
+  if constexpr (sizeof(T) == 2) {
+    if (plan.kernel == ForwardKernel::kWide) return launch_wide<T>(launch, stream);
+    if (plan.kernel == ForwardKernel::kDecode)
+      return params.bias.data != nullptr ? launch_decode<T, true>(launch, stream)
+                                         : launch_decode<T, false>(launch, stream);
+  }
+  if (plan.kernel != ForwardKernel::kTiles) return cudaErrorInvalidValue;
+  return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
+    return with_tile<T, kAttentionForwardTiles, kBias>(plan.tile, [&]<int kIndex>() {
+      using Memory = ForwardMemory<T, kBias, kIndex>;
+      return launch_tiles(is_unmasked(params) ? attention_forward_kernel<T, kBias, true, kIndex>
+                                              : attention_forward_kernel<T, kBias, false, kIndex>,
+                          plan.splits.count * plan.row_tiles, plan.heads, params.batches,
+                          Memory::kThreads, Memory::kLayout.bytes(plan.bias_stages), stream,
+                          params);
+    });
+  });
+}
+
+template <class T>
+cudaError_t launch_backward(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
+  const auto& [params, plan] = launch;
+  return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
+    return with_tile<T, kAttentionBackwardTiles, kBias>(
+        plan.tile, [&]<int kIndex>() -> cudaError_t {
+          using Memory = BackwardMemory<T, kBias, kIndex>;
+          const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
+          const auto launch_kernel = [&]<bool kHasTurns>() {
+            return launch_tiles(
+                is_unmasked(params) ? attention_backward_kernel<T, kBias, true, kHasTurns, kIndex>
+                                    : attention_backward_kernel<T, kBias, false, kHasTurns, kIndex>,
+                key_tiles * Memory::kSlices, params.key_heads, params.batches, Memory::kThreads,
+                Memory::kLayout.bytes(plan.stages), stream, params);
+          };
+          const bool has_turns = plan.query_gradient == QueryGradient::kInTurns ||
+                                 plan.query_gradient == QueryGradient::kWhole;
+          if constexpr (Memory::kTile.has_turns()) {
+            MEGASOFTMAX_RETURN_IF_ERROR(has_turns ? launch_kernel.template operator()<true>()
+                                                  : launch_kernel.template operator()<false>());
+          } else {
+            MEGASOFTMAX_RETURN_IF_ERROR(has_turns ? cudaErrorInvalidValue
+                                                  : launch_kernel.template operator()<false>());
+          }
+          if (plan.query_gradient != QueryGradient::kInOrder) return cudaSuccess;
+          constexpr int kKeys = Memory::kTile.in_order_keys();
+          return launch_tiles(
+              attention_query_gradient_in_order_kernel<T, kBias, Memory::kDim, kKeys>,
+              divide_up(params.queries, kInOrderQueries), params.heads, params.batches,
+              kInOrderThreads, InOrderLayout(Memory::kDim, kKeys, kBias, sizeof(T)).bytes, stream,
+              params);
+        });
+  });
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,42 @@
+#pragma once
+// The warps of a block of Hopper's backward: what they have in common, and their roles.
+
+#include "../../exclusion.cuh"
+#include "memory.cuh"
+
+namespace megasoftmax {
+
+// What a block owns: keys of a head and batch, and the tiles of queries that see some of them.
+template <class Tiles>
+struct BlockOfKeys {
+  int first_key, key_head, batch;
+  Tiles tiles;
+};
+
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+struct HopperBackward {
+  using Memory = HopperBackwardMemory<kBias, kIndex>;
+  static constexpr bool kHasTile = kBias == HopperBias::kTile;
+  static constexpr bool kHasTable = kBias == HopperBias::kTable;
+  static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
+  static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
+  using Block = BlockOfKeys<QueryTiles<kKeys, kQueries, kIsUnmasked>>;
+
+  // All work of a warp: of the copying warpgroup in copy.cuh and dense_bias_gradient.cuh, of the
+  // others in products.cuh. Arguments are no members: with members in their place, ptxas spills
+  // more.
+  __device__ static void copy(const AttentionBackwardParams& params, const BackwardTensorMaps& maps,
+                              const Memory& memory, const BiasGradientSums<kBias>& bias_sums,
+                              const Block& block);
+  __device__ static void make_dense_bias_gradient(const AttentionBackwardParams& params,
+                                                  const Memory& memory,
+                                                  const BiasGradientSums<kBias>& bias_sums,
+                                                  const Block& block);
+  template <bool kHasTurns>
+  __device__ static void multiply(const AttentionBackwardParams& params,
+                                  const BackwardTensorMaps& maps, const Memory& memory,
+                                  const BiasGradientSums<kBias>& bias_sums, const Block& block,
+                                  int warpgroup);
+};
+
+}  // namespace megasoftmax

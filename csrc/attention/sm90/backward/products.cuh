@@ -1,0 +1,358 @@
+#pragma once
+// A warpgroup of Hopper's backward: products of its 64 keys with the queries of a tile, weights,
+// gradients of scores, and the sums of gradients of keys and values. It makes a part of dQ from all
+// keys of the block.
+
+#include "../../../common/math.cuh"
+#include "../../bias.cuh"
+#include "../../dropping.cuh"
+#include "../../exclusion.cuh"
+#include "../../sm80/tile.cuh"
+#include "../../turns.cuh"
+#include "../kept_bits.cuh"
+#include "block.cuh"
+#include "tile_steps.cuh"
+
+namespace megasoftmax {
+
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+template <bool kHasTurns>
+__device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::multiply(
+    const AttentionBackwardParams& params, const BackwardTensorMaps& maps, const Memory& memory,
+    const BiasGradientSums<kBias>& bias_sums, const Block& block, int warpgroup) {
+  const int first_key = block.first_key, key_head = block.key_head, batch = block.batch;
+  auto tiles = block.tiles;
+  extern __shared__ __align__(1024) char shared_memory[];
+  constexpr int kN = kQueries / 8, kSteps = kQueries / 16;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
+  const bool is_first_of_group = threadIdx.x % 128 == 0;
+  const int group_key = first_key + 64 * warpgroup;
+  const int warp_key = group_key + 16 * warp_in_group;
+  // The 64 queries and columns of dQ that this warpgroup makes.
+  const int query_panel = warpgroup % Memory::kQueryPanels;
+  const int column_panel = warpgroup / Memory::kQueryPanels;
+  char* const sums = shared_memory + Memory::kSumsAt + warpgroup * Memory::kSumBytes;
+
+  float key_gradient[kDim / 8][4] = {}, value_gradient[Memory::kValueDim / 8][4] = {};
+  float weights[kN][4], gradients[kN][4];
+  // Weights are multiplied at once, if registers allow it.
+  constexpr bool kIsEarly = kQueries <= 64 && (kDim < 128 || Memory::kTile.registers > 232);
+  uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
+
+  // Starts products of this warpgroup's keys with queries, and of its values with gradients of
+  // outputs.
+  const auto start_scores = [&](uint32_t queries) {
+    const uint32_t keys = memory.keys() + warpgroup * 64 * 128;
+    begin_products();
+    start_product_of_rows<T, kDim>(weights, matrix_at(keys, 16), Memory::kKeyPanelBytes,
+                                   matrix_at(queries, 16), Memory::kQueryPanelBytes);
+    end_products();
+  };
+  const auto start_weight_gradients = [&](uint32_t output_gradients) {
+    const uint32_t values = memory.values() + warpgroup * 64 * 128;
+    begin_products();
+    start_product_of_rows<T, Memory::kValueDim>(
+        gradients, matrix_at(values, 16), Memory::kKeyPanelBytes, matrix_at(output_gradients, 16),
+        Memory::kQueryPanelBytes);
+    end_products();
+  };
+  const auto start_value_gradient = [&](uint32_t output_gradients) {
+    begin_products();
+    start_sum_of_products<T>(value_gradient, rounded_weights,
+                             matrix_at(output_gradients, Memory::kQueryPanelBytes));
+    end_products();
+  };
+  const auto start_key_gradient = [&](uint32_t queries) {
+    begin_products();
+    start_sum_of_products<T>(key_gradient, rounded_gradients,
+                             matrix_at(queries, Memory::kQueryPanelBytes));
+    end_products();
+  };
+  const auto start_query_gradient = [&](float (&sum)[8][4], uint32_t scores) {
+    const uint64_t a = matrix_at(scores + query_panel * 64 * 128, 16),
+                   b = matrix_at(memory.keys() + column_panel * Memory::kKeyPanelBytes, 16);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step)
+      start_product<T, true>(sum, moved(a, step / 4 * Memory::kScorePanelBytes + step % 4 * 32),
+                             moved(b, step * 16 * 128), step > 0);
+    end_products();
+  };
+  ExcludedOfTile<kQueries, kIsUnmasked> excluding(params, batch, group_key, warp_key);
+  // If all queries share the bits of a key, each warp writes the bits of its keys once for all
+  // tiles of a head.
+  const bool shares_bits =
+      !kIsUnmasked && excluding.has_bits() && !params.block_mask.layout.has_bits_by_key();
+  [[maybe_unused]] int head_of_bits = -1;
+  const auto masked_of = [&](int stage, int panel, int half) -> uint2& {
+    return Memory::masked(shared_memory, stage, warpgroup,
+                          panel)[16 * warp_in_group + FirstElement().row + 8 * half];
+  };
+  const auto write_shared_bits = [&](int head) {
+    typename ExcludedOfTile<kQueries, kIsUnmasked>::Masked masked;
+    excluding.load_masked(masked, head, 0);
+#pragma unroll
+    for (int i = 0; i < kStages * Memory::kQueryPanels * 2; ++i)
+      masked_of(i % kStages, i / kStages / 2, i / kStages % 2) = masked[i / kStages % 2];
+    head_of_bits = head;
+    __syncwarp();
+  };
+  // The rows of a stage, from this lane's first column on.
+  const auto rows_of = [&](int stage) {
+    return reinterpret_cast<const RowOfBackward*>(shared_memory + Memory::kRowsAt +
+                                                  stage * Memory::kRowBytes) +
+           FirstElement().column;
+  };
+  // Gradients of scores of this warpgroup's keys.
+  using Panel = Tile<T, kQueries, 64>;
+  const auto panel_of = [&](int buffer) {
+    return Panel{memory.scores(buffer) + warpgroup * Memory::kScorePanelBytes};
+  };
+  // Which weights dropout keeps. The bits of a tile are read before the warpgroups meet, and those
+  // of the next tile are written after that.
+  const bool exchanges_bits = Memory::kExchangesBits && !kIsUnmasked && params.dropout.is_given();
+  [[maybe_unused]] KeptBits::OfLane kept;
+  const auto make_bits = [&] {
+    if (exchanges_bits && tiles.are_left())
+      memory.bits(warpgroup).make(Dropping<true>(params, batch, tiles.head), tiles.query, group_key,
+                                  warp_in_group);
+  };
+  // Products leave little of the bandwidth of shared memory. So the rows of the first columns are
+  // loaded while products run, if registers have room.
+  constexpr int kEightsAhead = kBias != HopperBias::kNone ? 0 : kIsUnmasked ? 8 : 4;
+  float2 rows_ahead[std::max(2 * kEightsAhead, 1)], deltas_ahead[std::max(kEightsAhead, 1)];
+  const auto row_at = [](const RowOfBackward* rows, int column) {
+    const RowOfBackward& row = rows[column_offset(column / 2, column)];
+    return float2{row.max, row.log2_sum};
+  };
+  // The deltas of two neighbouring queries.
+  const auto deltas_at = [](const RowOfBackward* rows, int n) {
+    const RowOfBackward& row = rows[column_offset(n, 0)];
+    return float2{row.delta, row.next_delta};
+  };
+  const auto load_rows = [&](int stage) {
+    const RowOfBackward* const rows = rows_of(stage);
+#pragma unroll
+    for (int column = 0; column < 2 * kEightsAhead; ++column)
+      rows_ahead[column] = row_at(rows, column);
+  };
+  const auto load_deltas = [&](int stage) {
+    const RowOfBackward* const rows = rows_of(stage);
+#pragma unroll
+    for (int n = 0; n < kEightsAhead; ++n) deltas_ahead[n] = deltas_at(rows, n);
+  };
+  // Turns scores into weights. Dropped weights become negative.
+  const auto weigh = [&](int stage, int step, int head, int query) {
+    if constexpr (kHasTile) {
+      memory.bias_is_there(step % 2).wait(step / 2 & 1);
+      add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights), params.scale,
+               TileBias<T, true, Panel>(panel_of(step % 2), 0, 16 * warp_in_group));
+    } else if constexpr (kHasTable) {
+      add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights), params.scale,
+               DiagonalBias(Memory::diagonals(shared_memory, stage),
+                            64 * warpgroup + 16 * warp_in_group));
+    }
+    const float to_logit = kBias == HopperBias::kNone ? params.scale : 1.f;
+    const RowOfBackward* const rows = rows_of(stage);
+#pragma unroll
+    for (int column = 0; column < 2 * kN; ++column) {
+      const float2 row = column < 2 * kEightsAhead ? rows_ahead[column] : row_at(rows, column);
+#pragma unroll
+      for (int i = column % 2; i < 4; i += 2) {
+        float& weight = weights[column / 2][i];
+        weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.x), kLog2E, -row.y));
+      }
+    }
+    if (kIsUnmasked || !params.dropout.is_given()) return;
+    if constexpr (Memory::kExchangesBits) {
+      kept.for_each([&](int n, int i, bool is_kept) {
+        if (!is_kept) weights[n][i] = -weights[n][i];
+      });
+    } else {
+      const Dropping<true> dropping(params, batch, head);
+      dropping.template for_each_pair<1, kN>(
+          query, warp_key, [&](int, int n, int half, uint32_t halves) {
+            float* const pair = weights[n] + 2 * half;
+            negate_below(pair[0], pair[1], halves, dropping.least);
+          });
+    }
+  };
+  const auto exclude = [](const Excluded<1, 8>(&excluded)[Memory::kQueryPanels],
+                          float (&elements)[kN][4]) {
+#pragma unroll
+    for (int panel = 0; panel < Memory::kQueryPanels; ++panel)
+      excluded[panel].apply(reinterpret_cast<Accumulators<1, 8>&>(elements[panel * 8]), 0.f);
+  };
+  const auto multiply_weights_of = [&](int stage) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      as_matrix_a<T, !kIsUnmasked>(rounded_weights[step], weights, step);
+    start_value_gradient(memory.gradients(stage));
+  };
+  // Turns gradients of weights into gradients of scores.
+  const auto find_score_gradients_of = [&](int stage) {
+    const RowOfBackward* const rows = rows_of(stage);
+    // Not 0 if a delta is not finite, or, with a mask or ranges, a gradient.
+    float check = 0.f;
+    with_dropout<kIsUnmasked>(params, [&]<bool kMayDrop>() {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float2 deltas = n < kEightsAhead ? deltas_ahead[n] : deltas_at(rows, n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float delta = i % 2 == 0 ? deltas.x : deltas.y;
+          if (kIsUnmasked && i < 2) check = fmaf(delta, 0.f, check);
+          float& gradient = gradients[n][i];
+          gradient =
+              score_gradient<kMayDrop>(gradient, weights[n][i], delta, params.dropout.factor);
+          if constexpr (!kIsUnmasked) check = fmaf(gradient, 0.f, check);
+        }
+      }
+    });
+    // sm80/backward_tile.cuh says why.
+    if (check != 0.f) {
+#pragma unroll
+      for (int i = 0; i < 4 * kN; ++i) {
+        if (weights[i / 4][i % 4] == 0.f) gradients[i / 4][i % 4] = 0.f;
+      }
+    }
+  };
+  // Writes gradients of scores to where products of both warpgroups read them.
+  const auto share_gradients = [&](int buffer) {
+    const uint32_t first = FragmentsAcross<Panel>(panel_of(buffer), 0).address ^ warp_in_group * 32;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      as_matrix_a<T>(rounded_gradients[step], gradients, step);
+      store_matrices_transposed(first + step * 16 * 128, rounded_gradients[step]);
+    }
+  };
+
+  make_bits();
+  if (exchanges_bits) sync_warpgroup(warpgroup);
+  memory.keys_are_there().wait(0);
+  int step = 0;
+  [[maybe_unused]] uint32_t* taken = nullptr;  // the turn of the step before
+  const auto end_turn = [&] {
+    if (!kHasTurns || step == 0) return;
+    wait_for_stores();
+    publish_writes_to_others();
+    pass_turn(taken);
+  };
+#pragma unroll 1
+  for (; tiles.are_left(); ++step) {
+    const int stage = step % kStages, head = tiles.head, query = tiles.query;
+    if (shares_bits && head != head_of_bits) write_shared_bits(head);
+    memory.stage_is_there(stage).wait(step / kStages & 1);
+    start_scores(memory.queries(stage));
+    start_weight_gradients(memory.gradients(stage));
+    tiles.advance(params, batch, first_key);
+    if (exchanges_bits) kept = memory.bits(warpgroup).load(warp_in_group);
+    Excluded<1, 8> excluded[Memory::kQueryPanels];
+    const auto key_range_of = [](int2 range) { return KeyRange{range.x, range.y}; };
+    excluding.find(
+        excluded, head, query, [&](int panel, int half) { return masked_of(stage, panel, half); },
+        [&](int panel) {
+          return key_range_of(Memory::ranges_of_panels(shared_memory, stage)[panel])
+              .contains(warp_key, 16);
+        },
+        [&](int offset, int column) {
+          return key_range_of(Memory::ranges(shared_memory, stage)[offset + column]);
+        });
+    if constexpr (kEightsAhead > 0) load_rows(stage);
+    wait_for_products<1>();
+    touch(weights);
+    // Diagonals are summed while weights are made, when few products run.
+    if (bias_sums.has_diagonals && step > 0 && warpgroup == 0 && is_first_of_group)
+      memory.gradients_are_there((step - 1) % 2).arrive();
+    weigh(stage, step, head, query);
+    exclude(excluded, weights);
+    if constexpr (kEightsAhead > 0) load_deltas(stage);
+    if constexpr (kIsEarly) {
+      multiply_weights_of(stage);
+      wait_for_products<1>();
+    } else {
+      wait_for_products<0>();
+    }
+    touch(gradients);
+    find_score_gradients_of(stage);
+    if constexpr (kIsUnmasked) exclude(excluded, gradients);  // of few tiles
+    if constexpr (!kIsEarly) multiply_weights_of(stage);
+    if (bias_sums.has_diagonals) memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
+    share_gradients(step % 2);
+    publish_writes();
+    if (is_first_of_group) wait_for_reads_of_stores();
+    // All gradients of scores are there. All are done with the step before, so its buffer is free.
+    sync_warpgroups<kWarpgroups>();
+    if constexpr (kHasTile) {
+      if (step > 0 && warpgroup == 0 && is_first_of_group)
+        memory.scores_are_used((step - 1) % 2).arrive();
+      if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group)
+        start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
+                           batch);  // with the sums that follow
+    }
+    if ((bias_sums.is_added || bias_sums.is_in_cluster) && warpgroup == 0 && is_first_of_group)
+      memory.gradients_are_there(step % 2).arrive();
+    float query_gradient[8][4];
+    start_query_gradient(query_gradient, memory.scores(step % 2));
+    start_key_gradient(memory.queries(stage));
+    make_bits();
+    if constexpr (kHasTurns) {  // while products run, and by two warps
+      uint32_t* const turn = turn_of<kQueries>(params, batch, head, query, warpgroup);
+      if (is_first_of_group) end_turn();
+      if (threadIdx.x % 128 == 32)
+        wait_for_turn(turn, steps_before<kKeys, kQueries, kIsUnmasked, false>(params, batch, head,
+                                                                              query, first_key));
+      taken = turn;
+    }
+    wait_for_products<1>();
+    touch(value_gradient);
+    touch(query_gradient);
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+      store_sums(sums + side * Memory::kSumPanelBytes, query_gradient, side);
+    publish_writes();
+    sync_warpgroup(warpgroup);
+    if (is_first_of_group) {
+      if (kHasTurns) publish_writes_to_others();
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int column = 64 * column_panel + 32 * side;
+        if (column < kDim)
+          start_sum_of_box(maps.query_gradient_sum,
+                           memory.sums(warpgroup) + side * Memory::kSumPanelBytes, column,
+                           query + 64 * query_panel, head, batch);
+      }
+      end_stores();
+    }
+    wait_for_products<0>();
+    touch(key_gradient);
+    __syncwarp();  // all lanes have read its rows
+    if (lane == 0) memory.stage_is_used(stage).arrive();
+  }
+
+  if (step > 0 && warpgroup == 0 && is_first_of_group) {
+    if constexpr (kHasTile) memory.scores_are_used((step - 1) % 2).arrive();
+    if (bias_sums.has_diagonals) memory.gradients_are_there((step - 1) % 2).arrive();
+  }
+
+  if (is_first_of_group) {
+    wait_for_reads_of_stores();
+    end_turn();
+  }
+  sync_warpgroup(warpgroup);
+  // Both results take the same rows of a tile, so that a warp overwrites only what it wrote.
+  using Rows = Tile<T, 64, 64 * Memory::kPanels>;
+  const auto store = [&]<int kColumns>(const float (&results)[kColumns][4], float factor,
+                                       const Strided& tensor, int width) {
+    store_rows<T, Rows>(sums, 16 * warp_in_group, results, {factor, factor},
+                        tensor.row<T>(batch, key_head, group_key), tensor.query_stride,
+                        params.keys - group_key, width);
+  };
+  store(value_gradient, kIsUnmasked ? 1.f : params.dropout.factor, params.value_gradient,
+        params.value_dim);
+  __syncwarp();  // its rows were read
+  store(key_gradient, params.scale, params.key_gradient, params.head_dim);
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,63 @@
+#pragma once
+// What both kernels of Hopper's backward do with a tile.
+
+#include "../../fragments.cuh"
+#include "../../params.h"
+#include "memory.cuh"
+
+namespace megasoftmax {
+
+// Writes the left or right half of 64 x 64 results of a warpgroup to a panel of 32 columns,
+// swizzled as tensor copies read it.
+__device__ __forceinline__ void store_sums(char* panel, const float (&results)[8][4], int side) {
+  const FirstElement mine;
+  const int warp = thread_index_anew() / 32 % 4;
+  // Odd rows take columns in another order, 16 apart. Otherwise two rows would meet in one bank.
+  const bool is_odd = mine.row % 2 != 0;
+  const int chunk = (is_odd ? 4 : 0) ^ mine.column / 4 ^ mine.row;
+  const int first = (warp * 16 + mine.row) * 128 + chunk * 16 + mine.column % 4 * 4;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto result = [&](int i) {
+        return is_odd ? results[4 * side + (n ^ 2)][2 * half + i]
+                      : results[4 * side + n][2 * half + i];
+      };
+      *reinterpret_cast<float2*>(panel + (first ^ n * 32) + half * 1024) =
+          make_float2(result(0), result(1));
+    }
+  }
+}
+
+// Starts to copy the keys and values of a block. Called by one thread.
+template <class Memory>
+__device__ __forceinline__ void start_copy_of_keys(const Memory& memory,
+                                                   const BackwardTensorMaps& maps, int first_key,
+                                                   int key_head, int batch) {
+  const Barrier there = memory.keys_are_there();
+  there.arrive_and_expect(Memory::kKeyBytes + Memory::kValueBytes);
+  start_copy_of_panels<Memory::kPanels>(memory.keys(), maps.key, there, Memory::kKeys, first_key,
+                                        key_head, batch);
+  start_copy_of_panels<Memory::kValuePanels>(memory.values(), maps.value, there, Memory::kKeys,
+                                             first_key, key_head, batch);
+}
+
+// The gradient of a score from a weight, which is negative if dropout drops it, and its gradient.
+template <bool kMayDrop>
+__device__ __forceinline__ float score_gradient(float gradient, float weight, float delta,
+                                                float dropout_factor) {
+  if constexpr (!kMayDrop) return (gradient - delta) * weight;
+  return fmaf(weight < 0.f ? 0.f : gradient, dropout_factor, -delta) * fabsf(weight);
+}
+// Calls body.operator()<does a launch drop weights?>().
+template <bool kIsUnmasked, class Body>
+__device__ __forceinline__ void with_dropout(const AttentionParams& params, Body&& body) {
+  if (!kIsUnmasked && params.dropout.seed != nullptr) {
+    body.template operator()<!kIsUnmasked>();
+  } else {
+    body.template operator()<false>();
+  }
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,54 @@
+#pragma once
+// Warps of the copying warpgroup of Hopper's forward. With a mask, ranges or dropout they find what
+// the next tile of queries sees. With a relative bias they fill in its entries.
+
+#include "block.cuh"
+
+namespace megasoftmax {
+
+template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+__device__ __forceinline__ void HopperForward<T, kBias, kIsUnmasked, kIndex>::find_and_fill(
+    const AttentionForwardParams& params, const Memory& memory, WorkOfBlock& work) {
+  uint32_t first_step = 0;  // steps of the tiles of queries before
+  extern __shared__ __align__(1024) char shared_memory[];
+  const bool is_first = threadIdx.x % 32 == 0;
+  const int finder = static_cast<int>(threadIdx.x) / 32 - 1;
+  if (finder >= Memory::kFinders) return;
+  int number;
+  for (int done = 0; may_come(work, memory.tile_is_assigned(), done, number);
+       work.advance(), ++done) {
+    if (kIsUnmasked && !work.is_left()) continue;
+    auto& assigned = Memory::assignment(shared_memory, done);
+    if constexpr (!kIsUnmasked) {
+      const Queries tile(params, kQueries, number);
+      for (int group = finder; group < kWarpgroups; group += Memory::kFinders)
+        assigned.find(params, tile, group);
+      __syncwarp();  // all lanes have written theirs
+      if (is_first) memory.ranges_are_there().arrive();
+    }
+    if constexpr (Memory::kIsTable) {
+      if (!kIsUnmasked) memory.ranges_are_there().wait(done & 1);
+      const Queries queries = queries_of(params, work, assigned);
+      const BiasRows<T> bias(params, queries.batch, queries.head);
+      TilesToCopy tiles(params, queries, assigned, first_step);
+      for (; tiles.are_left(); tiles.advance(params, queries, assigned)) {
+        const int stage = tiles.step % Memory::kBiasStages;
+        Memory::diagonals(shared_memory, stage)
+            .template fill<32 * Memory::kFillers>(
+                static_cast<int>(threadIdx.x) - 32, bias, queries.first_query, tiles.key,
+                params.queries, params.keys, [&] {
+                  memory.bias_is_used(stage, 0).wait((tiles.step / Memory::kBiasStages & 1) ^ 1);
+                });
+        __syncwarp();  // all lanes have written theirs
+        if (is_first) memory.bias_is_there(stage, 0).arrive();
+      }
+      first_step = uniform(tiles.step);
+      if constexpr (!kIsUnmasked) {
+        __syncwarp();  // all lanes have read what is assigned
+        if (is_first) memory.tile_is_done().arrive();
+      }
+    }
+  }
+}
+
+}  // namespace megasoftmax

@@ -1,0 +1,196 @@
+#pragma once
+// Plans of Hopper's kernels, in code for 9.0a alone.
+
+#include <optional>
+
+#include "../plan.h"
+#include "../sm80/plan.h"
+
+namespace megasoftmax {
+
+// Tensor copies have no strides of 0.
+inline bool takes_tensor_copies(const Strided& tensor, int64_t batches, int64_t heads, int rows) {
+  return (batches == 1 || tensor.batch_stride != 0) && (heads == 1 || tensor.head_stride != 0) &&
+         (rows == 1 || tensor.query_stride != 0);
+}
+
+// What Hopper's kernels take as a bias.
+enum class HopperBias {
+  kNone,
+  kTile,   // by tensor copies
+  kTable,  // a relative one, of any element type and strides
+};
+
+inline HopperBias hopper_bias(const AttentionParams& params) {
+  if (params.bias.data == nullptr) return HopperBias::kNone;
+  return params.is_relative ? HopperBias::kTable : HopperBias::kTile;
+}
+
+// Tensor copies need a 16-bit bias with an entry for each query and key. The rows of its gradient
+// begin at multiples of 16 bytes, too.
+inline bool takes_hopper_bias(const AttentionParams& params) {
+  if (hopper_bias(params) != HopperBias::kTile) return true;
+  return bias_kind(params) == BiasKind::kTile && params.keys % 8 == 0 &&
+         takes_tensor_copies(params.bias, params.bias_batches(), params.bias_heads(),
+                             params.queries);
+}
+
+// Whether kernels of a tile take such a bias. Forward, shared memory must have room for it.
+// Backward, the kernel of wide tiles takes none.
+constexpr bool takes_bias(const AttentionHopperTile& tile, HopperBias bias) {
+  return bias != HopperBias::kTile || tile.bias_stages > 0;
+}
+constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bias) {
+  return bias == HopperBias::kNone || !tile.is_wide();
+}
+
+// The first tile of a table that holds the head dimensions and takes the bias, or -1.
+template <class TileShape, int kCount>
+int hopper_tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
+  for (int index = 0; index < kCount; ++index) {
+    const TileShape& tile = tiles[index];
+    if (tile.head_dim >= params.head_dim && tile.value_dim >= params.value_dim &&
+        takes_bias(tile, hopper_bias(params)))
+      return index;
+  }
+  return -1;
+}
+
+// A row of kAttentionHopperTiles for a launch that Hopper's kernels take, or -1.
+inline int hopper_tile(const AttentionParams& params) {
+  const auto is_dense = [&](const Strided& tensor, int64_t heads, int rows) {
+    return takes_tensor_copies(tensor, params.batches, heads, rows);
+  };
+  if (params.query.type == DType::kFloat32 || !takes_hopper_bias(params) ||
+      std::max(params.head_dim, params.value_dim) <= 32 || params.keys == 0 ||
+      !is_dense(params.query, params.heads, params.queries) ||
+      !is_dense(params.key, params.key_heads, params.keys) ||
+      !is_dense(params.value, params.key_heads, params.keys))
+    return -1;
+  return hopper_tile_for(kAttentionHopperTiles, params);
+}
+
+// Whether the gradient of a shared bias is summed in clusters: one block for each batch that shares
+// it. The blocks take the same tiles.
+inline bool sums_in_clusters(const AttentionBackwardParams& params) {
+  const int64_t batches = params.batches_per_bias.divisor;
+  return params.bias_gradient_kind == BiasGradient::kShared && !has_unknown_lengths(params) &&
+         params.heads_per_bias.divisor == 1 && batches > 1 && batches <= kMaxBiasCluster &&
+         (batches & (batches - 1)) == 0;
+}
+
+// Whether blocks of Hopper's forward take several tiles of queries, by length and window. With a
+// mask or ranges they do in any case: see AttentionForwardParams::tile_counter.
+inline bool is_persistent(const AttentionParams& params, const AttentionHopperTile& tile) {
+  const bool is_window = params.window_left >= 0 && params.window_right >= 0;
+  const int64_t seen = is_window
+                           ? int64_t{params.window_left} + params.window_right + tile.queries()
+                           : int64_t{params.keys};
+  return std::min<int64_t>(seen, params.keys) <= kMaxStepsOfPersistentBlocks * tile.keys;
+}
+
+// How many heads that share keys a block of the forward takes, a warpgroup each. A bias, mask,
+// ranges or dropout belong to one head.
+inline int hopper_heads_of_block(const AttentionParams& params, const AttentionHopperTile& tile) {
+  const bool is_alone = params.bias.data != nullptr || params.mask.data != nullptr ||
+                        params.visible.are_given() || params.dropout.is_given();
+  if (is_alone || params.queries > 64) return 1;
+  return std::clamp(static_cast<int>(params.heads_per_key_head.divisor), 1, tile.warpgroups);
+}
+// Blocks for the heads of a batch, for each tile of queries.
+inline int64_t hopper_blocks_of_heads(const AttentionParams& params,
+                                      const AttentionHopperTile& tile) {
+  return params.key_heads *
+         divide_up<int64_t>(params.heads_per_key_head.divisor, hopper_heads_of_block(params, tile));
+}
+
+// hopper_tile, or -1 if the kernel for decoding is faster.
+inline int hopper_forward_tile(const AttentionParams& params) {
+  const int tile = hopper_tile(params);
+  if (tile < 0 || !takes_few_queries(params)) return tile;
+  const bool shares = hopper_heads_of_block(params, kAttentionHopperTiles[tile]) > 1;
+  return shares && params.queries > kMostQueriesOfSharedRows ? tile : -1;
+}
+
+// A row of kAttentionHopperBackwardTiles, or -1.
+inline int hopper_backward_tile(const AttentionBackwardParams& params) {
+  if (hopper_tile(params) < 0 || params.queries == 0 ||
+      !takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries))
+    return -1;
+  return hopper_tile_for(kAttentionHopperBackwardTiles, params);
+}
+
+struct Sm90 {
+  static constexpr BackendId kId = BackendId::kSm90;
+  // Whether it has kernels of such elements.
+  template <class T>
+  static constexpr bool has_type() {
+    return sizeof(T) == 2;
+  }
+
+  // None where the kernels do not take a launch, or where others are faster. `has_code(tile)`:
+  // whether the kernels of a row of kAttentionHopperTiles were compiled for this GPU.
+  template <class HasCode>
+  static std::optional<ForwardPlan> plan(const AttentionForwardParams& params, const Device& device,
+                                         HasCode&& has_code) {
+    if (device.major != kHopperMajor) return {};
+    ForwardPlan plan;
+    plan.backend = kId;
+    plan.tile = hopper_forward_tile(params);
+    if (plan.tile < 0 || !has_code(plan.tile)) return {};
+    const AttentionHopperTile& tile = kAttentionHopperTiles[plan.tile];
+    plan.tile_head_dim = tile.head_dim;
+    plan.tile_value_dim = tile.value_dim;
+    plan.tile_queries = tile.queries();
+    plan.tile_keys = tile.keys;
+    plan.threads = tile.threads();
+    plan.heads_of_block = hopper_heads_of_block(params, tile);
+    plan.row_tiles = divide_up(params.queries, tile.queries());
+    plan.heads = hopper_blocks_of_heads(params, tile);
+    plan.splits = splits_in_workspace(params, params.batches * plan.heads * plan.row_tiles,
+                                      tile.queries(), kFewestKeysOfSplit, device);
+    plan.reads_ranges = true;
+    const int64_t tiles = plan.splits.count * plan.row_tiles * plan.heads * params.batches;
+    const bool has_bounds = params.mask.data != nullptr || params.visible.are_given();
+    plan.counts_tiles = has_bounds && tiles > device.multiprocessors;
+    plan.finish(params, plan.counts_tiles || is_persistent(params, tile) ? device.multiprocessors
+                                                                         : INT64_MAX);
+    return plan;
+  }
+
+  template <class HasCode>
+  static std::optional<BackwardPlan> plan(const AttentionBackwardParams& params,
+                                          bool is_deterministic, const Device& device,
+                                          HasCode&& has_code) {
+    if (device.major != kHopperMajor) return {};
+    BackwardPlan plan;
+    plan.backend = kId;
+    plan.tile = hopper_backward_tile(params);
+    if (plan.tile < 0 || !has_code(plan.tile)) return {};
+    const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[plan.tile];
+    plan.query_gradient =
+        query_gradient_kind(params, tile, device.multiprocessors, is_deterministic);
+    // dQ in order is made by portable kernels alone.
+    if (plan.query_gradient == QueryGradient::kInOrder)
+      return Sm80::plan(params, is_deterministic, device, QueryGradient::kInOrder);
+    plan.tile_head_dim = tile.head_dim;
+    plan.tile_value_dim = tile.value_dim;
+    plan.tile_queries = tile.queries;
+    plan.tile_keys = tile.keys();
+    plan.threads = tile.threads();
+    plan.bias_gradient = params.bias_gradient_kind;
+    if (plan.bias_gradient == BiasGradient::kShared) {
+      if (sums_in_clusters(params)) {
+        plan.bias_gradient = BiasGradient::kInClusters;
+      } else if (is_deterministic) {
+        plan.bias_gradient = BiasGradient::kInOrder;
+        plan.in_order = bias_gradient_plan(params, device);
+      }
+    }
+    plan.clears_bias_gradient = plan.bias_gradient != BiasGradient::kShared;
+    plan.finish(params);
+    return plan;
+  }
+};
+
+}  // namespace megasoftmax
