@@ -40,7 +40,9 @@ EDGES = sorted(
 LIMITS = kernel_limits()
 MAX_HEAD_DIM, MAX_K = LIMITS.attention["kMaxHeadDim"], LIMITS.topk["kMaxK"]
 MAX_FLOAT_HEAD_DIM = LIMITS.attention["kMaxFloatHeadDim"]
-CHUNKS = sorted({each.max_chunks for each in LIMITS.forward + LIMITS.backward if each.max_chunks})
+VECTORS = sorted(
+    {each.max_vectors for each in LIMITS.forward + LIMITS.backward if each.max_vectors}
+)
 MAGNITUDES = (1.0, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6)
 LARGE = 16  # times the usual size
 
@@ -74,7 +76,7 @@ def draw_columns(random: Random, most: int, dtype: torch.dtype) -> int:
     """The length of a row: edges of sizes, or of the tables in limits.h, or as long as may be."""
     pack = 16 // dtype.itemsize
     kind = random.choices(("size", "table", "long"), (60, 35, 5))[0]
-    edges = [chunks * pack for chunks in CHUNKS if chunks * pack <= most]
+    edges = [vectors * pack for vectors in VECTORS if vectors * pack <= most]
     if kind == "table" and edges:
         return random.choice(edges) + random.choice((1 - pack, -1, 0, 1))
     return most if kind == "long" else draw_size(random, min(most, 1100))
