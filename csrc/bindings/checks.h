@@ -63,7 +63,7 @@ inline DType dtype_of(ScalarType type, const char* argument) {
   }
 }
 
-// Of a result that kernels compute of `source`.
+// The type of a result that kernels compute of `source`.
 inline DType result_dtype_of(ScalarType type, DType source) {
   const DType result = dtype_of(type, "dtype");
   check(result == source || result == DType::kFloat32 || source == DType::kFloat32,

@@ -85,8 +85,8 @@ Tensor sum_of_parts(const Tensor& parts, int64_t splits, const Tensor& bias) {
   return in_type(sum, bias.scalar_type());
 }
 
-// With dropout, `probabilities` are scores, of which kernels make them again. Of the bias only
-// shape and type matter without dropout.
+// With dropout `probabilities` are scores, and kernels compute the probabilities again. Without
+// dropout only shape and type of the bias matter.
 std::tuple<Tensor, Tensor, Tensor> backward_of(
     Tensor gradient, Tensor probabilities, const std::optional<Tensor>& lse_gradient,
     const std::optional<Tensor>& lse, double scale, std::optional<Tensor> mask,

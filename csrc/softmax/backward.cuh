@@ -200,7 +200,7 @@ __device__ __forceinline__ void backward_in_segments(const BackwardParams& param
     };
     return Taken{place, reader_of(params.gradient), reader_of(params.probabilities)};
   };
-  // Of each tile the gradient, then the probabilities.
+  // The gradient of each warp tile, then its probabilities.
   Pack<T>* const shared_packs =
       keep_shared_address(reinterpret_cast<Pack<T>*>(shared_memory) + owner.lane());
   const auto kept = [&](int place) { return shared_packs + place * kPacks; };

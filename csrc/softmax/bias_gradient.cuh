@@ -1,6 +1,6 @@
 #pragma once
-// The gradient of a bias that was broadcast: its owner takes the rows that share a row of it in
-// iteration, and sums their dz.
+// The gradient of a broadcast bias: the owner of a bias row takes the rows that share it one after
+// the other, and sums their dz.
 
 #include "row_vectors.cuh"
 
@@ -69,8 +69,8 @@ struct NoBiasGradient {
   __device__ void finish(int) {}
 };
 
-// The rows that share a row of the bias gradient, in turn; a split counts as a batch. Without one,
-// a single row.
+// The rows that share a row of the bias gradient, one after the other. A split counts as a batch.
+// Without one, a single row.
 template <bool kSumsBias>
 struct RowsOfOwner {
   RowIndex base;
@@ -85,7 +85,7 @@ struct RowsOfOwner {
   __device__ static int64_t iterations(const BackwardParams& params) {
     return kSumsBias ? params.rows_per_split : 1;
   }
-  // Is there a row at that iteration? Splits need not be equally large.
+  // Has the owner a row for this iteration? Splits need not be equally large.
   __device__ bool has(const BackwardParams& params, int64_t iteration) const {
     return kSumsBias ? iteration < params.rows_per_split &&
                            split * params.rows_per_split + iteration < params.rows_per_owner

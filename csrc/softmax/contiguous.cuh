@@ -1,17 +1,16 @@
 #pragma once
-// Dense rows: of a contiguous tensor, with nothing but a scale (Rows::kContiguous,
+// Rows of a contiguous tensor with nothing but a scale (Rows::kContiguous,
 // Rows::kContiguousRagged), by the formulas of forward.cuh and backward.cuh.
 //
 // A row has a warp for each of its segments, which stays in registers. These warps are a block, or
-// the blocks of a cluster. A row of one segment has a warp or a part of one, or, where rows are
-// few, four warps. Forward, rows of up to 8 vectors lie across 8 lanes. Segments and their sums are
-// those of row_segments.cuh, but for ragged rows in one block. The time of few rows is that of the
-// code before their loads and behind them, so there is little, and parameters lie together.
+// the blocks of a cluster. A row of one segment has a warp, a part of a warp, or four warps if rows
+// are few. Forward, a row of up to 8 vectors has 8 lanes. Segments and their sums are those of
+// row_segments.cuh, except for ragged rows in one block. If rows are few, most of the time goes to
+// the code before and behind their loads. So there is little of it, and parameters lie together.
 //
-// Ragged rows have whole vectors from their first multiple of 16 bytes on. In one block, what is
-// left at both ends is fewer elements than two vectors have: single ones of as many lanes of the
-// first warp. In a cluster, vectors that the ends cut are those of row_segments.cuh too, and so are
-// all bits.
+// A ragged row has whole vectors from its first multiple of 16 bytes on. In one block, the rest at
+// both ends is fewer elements than two vectors have, and lanes of the first warp take one element
+// each. In a cluster, the ends cut vectors as in row_segments.cuh, so all bits are the same.
 
 #include <algorithm>
 
@@ -40,7 +39,7 @@ constexpr int contiguous_blocks_per_sm(const KernelShape& shape) {
   return std::max(blocks_with_registers(shape.blocks_per_sm, shape.threads()), 1);
 }
 
-// Of a lane: where its vectors lie, and how the results of warps come to the others of the row.
+// A lane's part of a row: where its vectors lie, and how the warps of the row exchange results.
 template <class T, KernelShape kShape, bool kIsWhole>
 struct ContiguousPart {
   static constexpr int kElements = kPackElements<T>, kVectors = kShape.vectors_per_thread;
@@ -88,7 +87,7 @@ struct ContiguousPart {
     }
   }
 
-  // Of vector i, from `column` on.
+  // From `column` to vector i.
   __device__ int distance(int i) const {
     return i * kStride + (kHasSingles && i == 0 && column < 0 ? rows.segments * kSegment : 0);
   }
@@ -150,7 +149,7 @@ struct ContiguousPart {
         for (int j = 0; j < kElements; ++j) values[j] = value(i, j);
         const auto pack = Pack<Out, kElements>::round(values);
         if (has(i)) {
-          store_streaming(target + distance(i), pack);
+          store_pack<true>(target + distance(i), pack);
         } else {
           partial = pack;
           cut = i;
@@ -165,7 +164,7 @@ struct ContiguousPart {
     });
   }
 
-  // Of all lanes of the segment.
+  // The maximum over all lanes of the segment.
   __device__ float max_of_segment(float mine) const {
     mine = warp_max<kLanes>(mine);
     if constexpr (kParts > 1) {
@@ -229,8 +228,8 @@ struct ContiguousPart {
   }
 };
 
-// What the compiler has made of packs it must make again: kept, it would take twice the registers.
-// `never` is false, which the compiler does not know.
+// Makes the compiler convert packs to floats again, because floats that it keeps take twice the
+// registers. `never` is false, which the compiler does not know.
 template <class T, int kElements, int kVectors>
 __device__ inline void forget_elements(Pack<T, kElements> (&packs)[kVectors], bool never) {
   if (!never) return;
@@ -273,7 +272,7 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
                        : denominator.is_empty() ? rows.of_empty
                                                 : NAN;
   if constexpr (Part::kHasSegments) {
-    // As rows that wait in shared memory.
+    // Rows that wait in shared memory have the same bits.
     forget_elements(raw, rows.segments < 0);
     const float log2_factor = log2f(factor);
     const auto probability = [&](float z) {
@@ -352,7 +351,7 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
                                                     : NAN;
 #pragma unroll
       for (int j = 0; j < kElements; ++j) e[i][j] *= factor;
-      store_streaming(target + i * stride, Pack<Out, kElements>::round(e[i]));
+      store_pack<true>(target + i * stride, Pack<Out, kElements>::round(e[i]));
     }
   });
 }
@@ -396,7 +395,8 @@ __global__ void __launch_bounds__(kBackwardKernel<kKernel>.threads(),
   }
 }
 
-// kernel_of.operator()<is even>(): the kernel. kMayBeRagged: whether the regime serves such rows.
+// kernel_of.operator()<is whole>(): the kernel of rows with or without whole vectors only.
+// kMayBeRagged: whether regimes of this shape serve ragged rows.
 template <bool kMayBeRagged, class Kernel, class Params>
 cudaError_t launch_contiguous(Kernel&& kernel_of, const RowShape& shape, ContiguousRows rows,
                               const Params& params, const Plan& plan, cudaStream_t stream) {

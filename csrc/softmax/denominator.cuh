@@ -35,12 +35,9 @@ struct Denominator {
   __device__ float log_sum_exp() const { return is_empty() ? -INFINITY : max + logf(sum); }
 };
 
-// d sink = -p_sink * D of a row. logit_of(): its sink, asked only where there is a gradient.
-template <class LogitOf>
+// d sink = -p_sink * D of a row. `logit`: its sink.
 __device__ inline void write_sink_gradient(const BackwardParams& params, int64_t row, float d,
-                                           bool writes, LogitOf&& logit_of) {
-  if (params.sink_gradient == nullptr || !writes) return;
-  const float logit = logit_of();
+                                           float logit) {
   const float share = exp2_approximate((logit - params.log_sum_exp[row]) * kLog2E);
   params.sink_gradient[row] = logit == -INFINITY ? 0.f : -share * d;
 }
@@ -50,7 +47,8 @@ __device__ inline float finish_dot(const BackwardParams& params, int64_t row, in
                                    bool writes) {
   const float d =
       params.log_sum_exp_gradient == nullptr ? sum : sum - params.log_sum_exp_gradient[row];
-  write_sink_gradient(params, row, d, writes, [&] { return sink_logit(params.sink, head); });
+  if (params.sink_gradient != nullptr && writes)
+    write_sink_gradient(params, row, d, sink_logit(params.sink, head));
   return d;
 }
 
@@ -65,15 +63,15 @@ class TileOptions {
   __device__ TileOptions(const LogitOptions& options, char* shared)
       : options_(options), logits_(reinterpret_cast<float*>(shared)) {}
 
+  __device__ bool need_loading() const { return options_.sink.data != nullptr; }
   // By all threads. head_of(i): the head of row i of the tile.
   template <class HeadOf>
   __device__ void load(int rows, int threads, HeadOf&& head_of) const {
-    if (options_.sink.data == nullptr) return;
     for (int row = threadIdx.x; row < rows; row += threads)
       logits_[row] = sink_logit(options_.sink, head_of(row));
   }
   __device__ float logit_of(int row) const {
-    return options_.sink.data != nullptr ? logits_[row] : options_.sink.value;
+    return need_loading() ? logits_[row] : options_.sink.value;
   }
   __device__ SinkLogit of_row(int row) const {
     SinkLogit sink;

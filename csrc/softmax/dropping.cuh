@@ -6,9 +6,8 @@
 // A lane then has entries of one column of 8, and exchanges bits with others until it has those of
 // its vectors, 8 consecutive columns: two or three shuffles for 32 entries. Vectors begin at
 // blocks.
-//
-// Lanes have one row together, of which they use half of the words; or, where 16 lanes have a row,
-// the lanes of a warp have two rows, 8 apart, and use all words.
+// The lanes of a warp have one row and use half of the words. If 16 lanes have a row, a warp has
+// two rows, 8 apart, and uses all words.
 
 #include <climits>
 
@@ -94,15 +93,15 @@ class KeptEntries {
             static_cast<uint32_t>(index.batch * static_cast<int>(params.shape.heads) + index.head)),
         query_(static_cast<uint32_t>(index.query)) {}
 
-  // Of what is kept.
+  // What kept entries are multiplied by.
   template <class Params>
   __device__ static float factor(const Params& params) {
     return params.dropout.factor;
   }
 
-  // Of the vectors from column `first` of a BlockGrid on, which kLanes lanes take in turn;
-  // unspecified from `end` on. kIsPair: the two rows of a warp lie 8 apart, and `first` is the same
-  // for both.
+  // Bits of the vectors from column `first` of a BlockGrid on, which kLanes lanes take in turn.
+  // They are unspecified from `end` on. kIsPair: the two rows of a warp lie 8 apart, and `first` is
+  // the same for both.
   template <int kLanes, bool kIsPair, int kElements, int kVectors>
   __device__ KeptBits<kElements * kVectors> of_tile(int first, int end) const {
     static_assert(!kIsPair || kLanes == 16);
@@ -216,7 +215,7 @@ class KeptEntries {
   uint32_t complement_, head_, query_;
 };
 
-// Pairs of queries take iterations in this order: 0, 8, 1, 9, 2 ... of each 16.
+// Queries of pairs come in this order: 0, 8, 1, 9, 2 ... of each 16.
 __device__ inline int query_in_pairs(int number) {
   return (number & ~15) | (number >> 1 & 7) | (number & 1) << 3;
 }

@@ -24,7 +24,7 @@ inline constexpr int kFlatMinLaneElements = 8, kFlatMaxLaneElements = 16;
 // Shared memory of a block. With half of it 33 columns take 8% longer: starting a block costs as
 // much as much of its work. The most rows of a tile keep enough blocks where rows are tiniest.
 inline constexpr int kFlatTileBytes = 32768, kFlatMaxRows = 2048;
-// Where rows are few, tiles are smaller, so that there are about so many.
+// If rows are few, tiles are smaller, so that there are about this many.
 inline constexpr int kFlatTiles = 256;
 
 struct FlatTiles {
@@ -84,14 +84,14 @@ struct FlatTile {
 };
 
 // The lanes of a row take its pieces of kPiece elements in turn, kElements each. The rows that a
-// warp has at a time lie apart: where a row's number of pieces is odd, they fall into different
-// banks. Rows behind the tensor's end are computed too, on whatever shared memory holds.
+// warp has at a time lie apart, so that rows of an odd number of pieces fall into different banks.
+// Rows behind the end of the tensor are computed too, on whatever shared memory holds.
 template <int kLanesPerRow, int kPieceElements, int kElements>
 struct FlatRow {
   static constexpr int kLanes = kLanesPerRow, kPiece = kPieceElements, kPieces = kElements / kPiece;
   static constexpr int kRowsAtATime = kFlatThreads / kLanes;
-  // Kernels exist for every so many elements per lane, so that all but the last are certainly of
-  // the row and need no check, which costs a third of an element's arithmetic.
+  // There is a kernel for each multiple of kStep elements per lane. So all but the last ones
+  // certainly belong to the row and need no check, which costs a third of an element's arithmetic.
   static constexpr int kStep = kPiece < 2 ? 2 : kPiece;
   static constexpr int kCertain = kElements == kFlatMinLaneElements ? 0 : kElements - kStep;
   using Values = float[kPieces][kPiece];
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(5, kFlatT
   const Row owner(static_cast<int>(params.shape.columns));
   const TileOptions options(params, shared + tiles.options_offset);
   tile.start_load(shared, params.scores.data);
-  tile.load_options(options);
+  if (options.need_loading()) tile.load_options(options);
   wait_for_copies();
   __syncthreads();
 
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(5, kFlatT
     const Denominator denominator({max, sum}, exponent, options.of_row(row));
     if (params.log_sum_exp != nullptr && owner.lane == 0 && row < tile.rows)
       params.log_sum_exp[tile.first_row + row] = denominator.log_sum_exp();
-    // Of an empty row it is infinite, and 0 times that is NaN.
+    // The factor of an empty row is infinite, and 0 times that is NaN.
     const float factor = denominator.is_empty() && params.can_exclude ? 0.f : denominator.factor;
     owner.for_values([&](int k, int j) { z[k][j] *= factor; });
     with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(4, kFlatT
   const TileOptions options(params, shared + tiles.options_offset);
   tile.start_load(shared, params.gradient.data);
   tile.start_load(shared + tiles.input_bytes, params.probabilities.data);
-  tile.load_options(options);
+  if (options.need_loading()) tile.load_options(options);
   wait_for_copies();
   __syncthreads();
 
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(4, kFlatT
     const int64_t global_row = tile.first_row + row;
     if (params.log_sum_exp_gradient != nullptr && row < tile.rows)
       d -= params.log_sum_exp_gradient[global_row];
-    write_sink_gradient(params, global_row, d, owner.lane == 0 && row < tile.rows,
-                        [&] { return options.logit_of(row); });
+    if (params.sink_gradient != nullptr && owner.lane == 0 && row < tile.rows)
+      write_sink_gradient(params, global_row, d, options.logit_of(row));
     owner.for_values([&](int k, int j) {
       g[k][j] = p[k][j] != 0.f ? p[k][j] * (g[k][j] - d) * params.scale : 0.f;
     });

@@ -127,8 +127,8 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
       }
       return;
     }
-    // Ragged rows cut vectors of the line that they begin in, and of their end. A lane has one of
-    // the latter at most, which waits: so the code stands here once for it.
+    // Ragged rows cut vectors of the line that they begin in, and of their end. A lane has at most
+    // one at the end, whose store is deferred, so that its code is there once.
     Result last = {};
     int last_at = columns;
 #pragma unroll
@@ -418,7 +418,7 @@ constexpr int blocks_per_sm(const KernelShape& shape) {
     return Bias::blocks_per_sm(blocks_per_sm(shape));
   if (kIsMasked && !Bias::kPresent && shape.storage == Storage::kShared)
     return 65536 / (64 * shape.threads());
-  // Rows that take iterations have registers for a mask without leaving a block out.
+  // Persistent blocks have registers for a mask without leaving a block out.
   if (shape.storage == Storage::kReread) return Bias::blocks_per_sm(shape.blocks_per_sm);
   return Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(shape)));
 }

@@ -1,7 +1,7 @@
 #pragma once
 // What the backward pass of a row begins with: incoming gradients and probabilities. Without
-// dropout they are read. With dropout the scores are read, which are kept in place of the
-// probabilities, and what is dropped is cleared of the gradients.
+// dropout both are read. With dropout scores are read and probabilities computed again, and
+// gradients of dropped entries are cleared.
 
 #include "dropping.cuh"
 #include "logits.cuh"
@@ -14,7 +14,7 @@ struct ProbabilitiesRead {
   static constexpr bool kDrops = false;
   using Entries = AllEntries;
   static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
-  // Of the gradients.
+  // What gradients are multiplied by.
   __device__ static constexpr float factor(const BackwardParams&) { return 1.f; }
 
   __device__ ProbabilitiesRead(const BackwardParams&, const RowIndex&, const Bounds&,

@@ -8,8 +8,8 @@
 
 namespace megasoftmax {
 
-// Makes logits of raw scores: complete ones with a bias; without, divided by |scale|, which the
-// exponent makes good.
+// Makes logits of raw scores. Without a bias they are divided by |scale|, which exponent_of folds
+// into exp2.
 template <class T, class Mask, class Bias>
 struct Logits {
   static constexpr int kElements = kPackElements<T>;
@@ -27,9 +27,9 @@ struct Logits {
                     VectorGrid<kElements> grid)
       : index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
 
-  // Of vectors at column, column + kStride, ...: -inf outside the bounds and where masked. Whole
-  // groups of vectors are skipped, and unspecified, where the first of them, at first, first +
-  // kStride, ..., begins behind the extent. kInside: all are within the bounds.
+  // Logits of the vectors at column, column + kStride, ...: -inf outside the bounds and where
+  // masked. A whole group of vectors is skipped, and unspecified, if its first vector, at first,
+  // first + kStride, ..., begins behind the extent. kInside: all are within the bounds.
   template <int kStride, bool kInside, class Params, int kVectors>
   __device__ void of(const Params& params, int first, const Extent& extent, int column,
                      Pack<T> (&raw)[kVectors], float (&z)[kVectors][kElements]) const {
@@ -66,7 +66,7 @@ struct Logits {
     }
   }
 
-  // The same without a bias, in the type of the scores; -inf in groups that are skipped.
+  // Logits without a bias, in the type of the scores. Groups that are skipped are -inf.
   template <int kStride, bool kInside, class Params, int kVectors>
   __device__ void exclude(const Params& params, int first, const Extent& extent, int column,
                           Pack<T> (&raw)[kVectors]) const {
@@ -91,14 +91,15 @@ struct Logits {
     }
   }
 
-  // The same of a row that is not one of a pair.
+  // Logits of an unpaired row.
   template <int kStride, bool kInside, class Params, int kVectors>
   __device__ void of(const Params& params, int first, int column, Pack<T> (&raw)[kVectors],
                      float (&z)[kVectors][kElements]) const {
     of<kStride, kInside>(params, first, Extent{first, bounds.end, {}}, column, raw, z);
   }
 
-  // The same without a bias, in the type of the scores, with the mask's bytes of these vectors.
+  // Logits without a bias, in the type of the scores. The bytes of the mask are those of the same
+  // vectors.
   template <int kStride, bool kInside, int kVectors>
   __device__ void prepare(const ForwardParams& params, int column,
                           const MaskBytes<kElements> (&excluded)[kVectors],
@@ -114,7 +115,7 @@ struct Logits {
   }
 };
 
-// exp(z - max z) of such logits.
+// exp(z - max z) of the logits that Logits makes.
 template <class Bias>
 __device__ inline Exponent exponent_of(const ForwardParams& params) {
   return {Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E};
@@ -139,7 +140,7 @@ __device__ inline void accumulate(MaxAndSum& mine, bool is_first, float max,
   }
 }
 
-// The largest of such a tile; not NaN unless all are.
+// The largest logit of such a tile. It is NaN only if all are.
 template <int kStride, int kVectors, int kElements>
 __device__ inline float largest(const float (&z)[kVectors][kElements], int first, int end) {
   float max = kLowest;
@@ -151,8 +152,8 @@ __device__ inline float largest(const float (&z)[kVectors][kElements], int first
   return max;
 }
 
-// The sum of a lane's part of a warp tile, relative to the maximum of the whole warp's. Beside it
-// another sum is added up over the warp.
+// The sum of a lane's part of a warp tile, relative to the maximum of the whole tile. It also adds
+// up `other` over the warp, which overlaps the two chains of shuffles.
 template <class T, int kElements, int kVectors>
 __device__ inline MaxAndSum sum_of(const Pack<T, kElements> (&raw)[kVectors], Exponent exponent,
                                    float& other) {

@@ -72,8 +72,8 @@ struct ForwardParams : LogitOptions {
 
 struct BackwardParams : LogitOptions {
   Shape shape;
-  // Of one type. With dropout, the scores stand in place of the probabilities, which are made of
-  // them again with mask, bias and log-sum-exp; these are not read otherwise.
+  // Both have one type. With dropout `probabilities` are scores, and the probabilities are computed
+  // again with mask, bias and log-sum-exp, which are not read otherwise.
   Strided gradient, probabilities;
   Strided mask, bias;
   const float* log_sum_exp_gradient = nullptr;  // [rows], or null

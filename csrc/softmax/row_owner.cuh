@@ -64,7 +64,7 @@ __device__ inline Extent extent_of(Grid grid, const Bounds& bounds) {
   }
 }
 
-// Of blocks that take several rows: the one with number `row` of all.
+// The row with number `row` of all, for blocks that take several rows.
 template <class Schedule, class Integer>
 __device__ inline RowIndex row_at(const Schedule& schedule, Integer row) {
   Integer plane, batch, head, query;

@@ -1,16 +1,16 @@
 #pragma once
-// Very long rows, which take iterations: several blocks own a row together, as a cluster or as a
-// part of the whole GPU, and take one row after the other.
+// Very long rows of persistent blocks: several blocks own a row together, as a cluster or as a part
+// of the whole GPU, and take one row after the other.
 //
-// Segments are those of row_segments.cuh. A warp has some that follow each other. Their warp tiles
-// come through a ring of places in shared memory. The last ones stay there until they are written,
-// from the row's end on, and the others are read again. A place that has been written takes the
-// next row, whose warp tiles thus have places in the opposite direction. While a row is written the
-// next one is summed as far as it has come, so that memory, the multiprocessors' arithmetic and
-// their shared memory are all busy.
+// Segments are those of row_segments.cuh, and each warp has consecutive ones. Their warp tiles come
+// through a ring of places in shared memory. The last ones stay there until they are written, from
+// the end of the row on, and the others are read again. A place that has been written takes a warp
+// tile of the next row, so these have places in the opposite order. While a row is written, the
+// next one is summed as far as it has arrived. So memory, arithmetic and shared memory are all
+// busy.
 //
-// The results of segments lie in two arrays in turn: when all blocks have those of a row, they have
-// read those of the row before.
+// The results of segments alternate between two arrays: when all blocks have the results of a row,
+// they have read those of the row before.
 
 #include <type_traits>
 
@@ -110,7 +110,7 @@ class PersistentRow {
     }
   }
 
-  // Of the row at hand.
+  // The maximum and sum of the row at hand.
   __device__ MaxAndSum merge(const SegmentPart& part, Exponent exponent) const {
     return join(part, [&](auto at_once, const MaxAndSum* results, int segments) {
       return merge_segments<at_once>(results, segments, exponent);
@@ -150,8 +150,8 @@ class PersistentRow {
     }
   }
 
-  // Writes the row at hand and sums the next one. restart(tile, place) copies a tile of the
-  // former again, start(tile, place) one of the latter.
+  // Writes the row at hand and sums the next one. restart(tile, place) copies a warp tile of the
+  // row at hand again, start(tile, place) one of the next row.
   template <class Write, class Restart, class Start, class Sum, class Add>
   __device__ __forceinline__ void pass(const Share& now, const Share& next, Write&& write,
                                        Restart&& restart, Start&& start, Sum&& sum,
@@ -228,8 +228,9 @@ class PersistentRow {
       next_results_[segment] = result;
     }
   }
-  // What function(at_once, results, segments) makes of the results of all segments, of so many
-  // groups at once. Of very many a warp joins a group, and those of all warps are joined again.
+  // function(at_once, results, segments) of the results of all segments, `at_once` groups at a
+  // time. If there are very many segments, each warp joins groups, and the results of all warps are
+  // joined again.
   template <class Function>
   __device__ MaxAndSum join(const SegmentPart& part, Function&& function) const {
     if (schedule_.is_cluster) {

@@ -1,22 +1,22 @@
 #pragma once
-// Blocks own a long row, one or several: its vectors form segments, a warp sums a segment, and the
-// results of all segments reach every block of the row, which adds them up in the order of
-// segments. Several blocks are a cluster, and store them in each other's shared memory.
+// One or several blocks own a long row. Its vectors form segments, and a warp sums a segment. Every
+// block of the row gets the results of all segments and adds them up in the order of segments.
+// Several blocks form a cluster and store results in each other's shared memory.
 //
-// A segment is one tile, several in very long rows; a tile is four vectors for each lane of a warp.
+// A warp tile is four vectors for each lane of a warp. A segment is one warp tile, or several in
+// very long rows.
 //
-// A segment that waits in shared memory has a place there, that of its number in the block's part
-// of the row. Blocks that take one row after the other, in the backward pass, may have more places
-// than segments. The places of a warp are then a ring, and some segments of the next row are copied
-// while this row is summed and exchanged. The others follow one by one, as this row's segments are
-// written.
+// A segment that waits in shared memory has the place of its number in the block's part of the row.
+// Persistent blocks of the backward pass may have more places than segments. The places of a warp
+// then form a ring. Some segments of the next row are copied while this row is summed and
+// exchanged, and the others one by one as segments of this row are written.
 //
-// Rows that a block takes in turn alternate between two arrays of results. In a block one barrier
-// for each row is enough then. In a cluster a barrier of all threads would wait for the
-// probabilities of the row before, which are still on their way to memory, so results are counted
-// where they arrive. Each warp of each block sends something for every row, if only to be counted:
-// who has all results of a row knows that every warp has read those of the row before, and may
-// send those of the next row to where they stood.
+// Consecutive rows of a block alternate between two arrays of results. So a block needs one barrier
+// for each row. In a cluster a barrier of all threads would wait for the probabilities of the row
+// before, which are still on their way to memory. Instead results are counted where they arrive.
+// Each warp of each block sends something for every row, if only to be counted. A block that has
+// all results of a row knows that every warp has read those of the row before, and may send those
+// of the next row to the same place.
 
 #include "../common/integers.h"
 #include "../common/reduce.cuh"
@@ -88,7 +88,7 @@ __device__ inline MaxAndSum merge_segments(const MaxAndSum* of_segments, int seg
   return warp_merge<32>(mine, exponent);
 }
 
-// The same of sums alone.
+// The sum over all segments, without maxima.
 template <int kGroups>
 __device__ inline float sum_segments(const MaxAndSum* of_segments, int segments) {
   if (segments <= kSegmentsAtOnce) {
@@ -113,7 +113,7 @@ struct SegmentPart {
   int first, count;  // those of the block
 };
 
-// Of block `rank` of so many that share a row.
+// The part of block `rank`, one of `blocks` that share a row.
 template <class Grid>
 __device__ inline SegmentPart part_of_block(const Schedule& schedule, int warp_tiles_per_segment,
                                             int blocks, int rank, const Bounds& visible,
@@ -134,7 +134,7 @@ __device__ inline SegmentPart part_of_block(const Schedule& schedule, int warp_t
 // How the blocks of a cluster get the results of segments, which are counted where they arrive: see
 // above. Rows that follow each other use two barriers in turn.
 struct ClusterExchange {
-  uint64_t* words;  // in shared memory: the barriers, and what nobody reads
+  uint64_t* words;  // in shared memory: the barriers, and a dummy slot
 
   static constexpr int kWords = 2 + 1;
 
@@ -237,10 +237,9 @@ class SegmentRow {
 
   // The pass that sums: sum(tile, place, before) for each of the warp's warp tiles is the lanes'
   // sums of a tile. Warp tiles are counted from the block's first one, as segments are, and places
-  // are those of warp tiles in shared memory. Beside its own work sum() adds up `before` over the
-  // warp, the sums of the segment before: a chain of shuffles is nothing to wait for. All copies
-  // have been started before, and are waited for one by one; copies of `ahead` segments of the next
-  // row after them.
+  // are those of warp tiles in shared memory. sum() also adds up `before` over the warp, the sums
+  // of the segment before, which overlaps the two chains of shuffles. All copies have been started
+  // before, and are waited for one by one; copies of `ahead` segments of the next row after them.
   template <class Sum>
   __device__ void sum_pass(const SegmentPart& part, int ahead, Sum&& sum) const {
     MaxAndSum sums{kLowest, 0.f};
@@ -283,8 +282,9 @@ class SegmentRow {
     }
   }
 
-  // The same of rows that are read twice: their warp tiles come through a ring of kSlots places,
-  // where start(tile, place) begins to copy one. add(sums, of_tile) joins those of a segment.
+  // The pass that sums, of rows that are read twice. Warp tiles come through a ring of kSlots
+  // places, where start(tile, place) begins to copy one. add(sums, of_tile) joins the warp tiles of
+  // a segment.
   template <int kSlots, class Start, class Sum, class Add>
   __device__ void sum_ring(const SegmentPart& part, Start&& start, Sum&& sum, Add&& add) const {
     MaxAndSum sums{kLowest, 0.f};
@@ -317,7 +317,7 @@ class SegmentRow {
     }
   }
 
-  // Of a row that the block takes.
+  // Begins a row of the block.
   __device__ void start(int iteration) {
     // Until its other blocks have started.
     if (kMayShare && iteration == 0) wait_for_cluster();
@@ -371,7 +371,7 @@ class SegmentRow {
     return (schedule_.kept_warp_tiles - 1 - first_segment() + kWarps) & ~(kWarps - 1);
   }
   __device__ int in_ring(int place) const { return place < places() ? place : place - places(); }
-  // Of a row that begins so far into the ring.
+  // The place of a segment of a row that begins at place `begin` of the ring.
   __device__ int place_from(int begin, int segment) const {
     return kIsPersistent ? in_ring(begin + segment - first_segment()) + first_segment() : segment;
   }
@@ -380,9 +380,10 @@ class SegmentRow {
   }
 
   static constexpr int kPending = 4;      // segments whose copies are waited for apart
-  static constexpr int kMostPending = 6;  // where blocks take iterations
+  static constexpr int kMostPending = 6;  // of persistent blocks
 
-  // Of the row.
+  // of the row
+
   __device__ int blocks() const { return kMayShare ? schedule_.blocks_per_row : 1; }
 
   __device__ void share_results(const SegmentPart& part) const {
@@ -399,8 +400,8 @@ class SegmentRow {
   ClusterExchange exchange_;
   int rank_ = 0, iteration_ = 0;
   int begin_ = 0;  // how far into the ring the row begins
-  // Of a shuffle the compiler knows that it is the same for the whole warp: loops over segments and
-  // tests of them then need no care of lanes that part (64 registers of a thread instead of 78).
+  // By a shuffle, so that the compiler knows that all lanes have the same number. Loops over
+  // segments then need no code for diverging lanes (64 registers of a thread instead of 78).
   const int warp_ =
       kWarps == 1 ? 0 : __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 };

@@ -16,7 +16,7 @@ struct VectorGrid {
   static constexpr int kVectorElements = kElements;
   int phase;
 
-  // Of a row of so many columns that begins at `first_element` of the tensor.
+  // The grid of a row that begins at `first_element` of the tensor.
   __device__ static VectorGrid aligned_to(int64_t first_element, int) {
     return {static_cast<int>(static_cast<uint32_t>(first_element) % kElements)};
   }
@@ -31,8 +31,8 @@ struct VectorGrid {
   }
 };
 
-// The same of rows that nothing is read with. Where they are long and ragged, the first vector
-// begins at a line, and the first few may end before column 0.
+// The grid of rows that nothing is read with. If they are long and ragged, the first vector begins
+// at a cache line, and the first few may end before column 0.
 template <int kElements>
 struct LineGrid : VectorGrid<kElements> {
   __device__ static LineGrid aligned_to(int64_t first_element, int columns) {
@@ -61,7 +61,7 @@ struct RowReader {
   int last_whole;  // where the last whole vector may begin
   Bounds inside;   // in which all vectors are whole
 
-  // Of a contiguous tensor the row begins at `first_element`.
+  // A row of a contiguous tensor begins at `first_element`.
   __device__ RowReader(const Strided& tensor, bool is_contiguous, int64_t first_element,
                        const RowIndex& index, VectorGrid<kElements> grid, const Bounds& bounds,
                        int columns)
@@ -78,7 +78,7 @@ struct RowReader {
     inside = {bounds.begin, min(bounds.end, last_whole + kElements)};
   }
 
-  // Of a vector that holds a column of the row, or behind it.
+  // Is all of a vector in the storage? It holds a column of the row, or lies behind it.
   __device__ bool is_whole(int column) const {
     return column <= last_whole && (kMayOverhang || column >= 0);
   }
@@ -116,7 +116,7 @@ struct RowReader {
     }
   }
 
-  // The same, to shared memory that only this thread reads after wait_for_copies.
+  // Copies several vectors to shared memory that only this thread reads, after wait_for_copies.
   template <int kStride, int kVectors>
   __device__ void start_copies(bool is_inside, int column, Pack<T, kElements>* shared,
                                int shared_stride) const {
@@ -153,7 +153,7 @@ struct RowWriter {
     return Pack<T, kElements>::round(values);
   }
   __device__ static void store_whole(T* at, const Pack<T, kElements>& pack) {
-    store_streaming(at, pack);
+    store_pack<true>(at, pack);
   }
   __device__ static void store_whole(T* at, const float (&values)[kElements]) {
     store_whole(at, round(values));
@@ -163,7 +163,7 @@ struct RowWriter {
   }
   __device__ void store(int column, const Pack<T, kElements>& pack) const {
     if (whole_vectors && columns.contains(column, kElements)) {
-      store_streaming(row + column, pack);
+      store_pack<true>(row + column, pack);
     } else {
       store_partial(row + column, pack, -column, columns.end - column);
     }

@@ -30,7 +30,7 @@ struct TopkProbability {
         columns(static_cast<int>(params.shape.columns)),
         is_nan(max != max) {
     if (max != -INFINITY) return;
-    // Of a row without anything left nothing is visible: -inf, and every probability is 0.
+    // A row without a visible entry: -inf, and every probability is 0.
     this->max = 0.f;
     offset = params.can_exclude ? 0.f : NAN;
   }
@@ -41,10 +41,12 @@ struct TopkProbability {
   }
 };
 
-// One of the k: where it is, if in reach, and what it adds there.
+// One of the k entries, and what it adds to the gradient of its logit.
 struct TopkEntry {
-  int column = -1;
-  float p = 0.f, selected = 0.f, gradient = 0.f;  // of all, of the k, of the latter
+  int column = -1;       // -1: not in this part of the row
+  float p = 0.f;         // its probability among all logits
+  float selected = 0.f;  // as it was returned, among the k if renormalised
+  float gradient = 0.f;  // of `selected`
 };
 
 // With kIsContiguous rows have neither mask nor bias, and follow each other: their vectors are
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(
       if constexpr (kHasRing) {
         if (at <= last_whole) start_copy(place_in_ring(segment) + i * kBlock, logits_row + at);
       } else if (at < bounds.end) {
-        raw[i] = at <= last_whole ? load_streaming<T, kElements>(logits_row + at) : load_end(at);
+        raw[i] = at <= last_whole ? load_pack<T, kElements, true>(logits_row + at) : load_end(at);
       }
     }
     if constexpr (kHasRing) {

@@ -1,7 +1,6 @@
 #pragma once
 // The largest of a lane's logits in tile.cuh, without keys of all of them.
-//
-// Of every two logits the larger one stays, without its position: halves two to an operation. The
+// The larger of every two logits stays, without its position: halves two to an operation. The
 // k-th largest of those is a threshold that at least k logits reach, and few more than k. A second
 // look marks the logits that reach it, a bit for each, and only of them keys are made and sorted.
 
@@ -140,7 +139,7 @@ struct TileCandidates {
 
  private:
   // The k-th largest of all lanes of `tops`, for k = kK, or a lower number where k is below that.
-  // Of halves those kK largest are i of one and kK - i of the other.
+  // The kK largest of two halves are i of one and kK - i of the other.
   template <int kK>
   __device__ __forceinline__ Word largest_reached(int k) const {
     if constexpr (kK > 1 && 2 * kK > kLongest) {

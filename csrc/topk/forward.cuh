@@ -162,7 +162,7 @@ struct TopkPart {
     Pack<T> loaded[kSegmentVectors];
 #pragma unroll
     for (int i = 0; i < kSegmentVectors; ++i) {
-      if (i * kStride <= room) loaded[i] = load_streaming<T, kElements>(source + i * kStride);
+      if (i * kStride <= room) loaded[i] = load_pack<T, kElements, true>(source + i * kStride);
     }
     if (last_whole < bounds.end - 1) {
 #pragma unroll
@@ -294,7 +294,7 @@ struct TopkPart {
               first[j] = column(of_row, waiting % kThreads) + at % kSegmentVectors * kStride;
           }
           if (kHasUnitStride && first[j] < bounds.end)
-            raw[j] = first[j] <= last_whole ? load_streaming<T, kElements>(row + first[j])
+            raw[j] = first[j] <= last_whole ? load_pack<T, kElements, true>(row + first[j])
                                             : load_partial_vector(first[j]);
         }
 #pragma unroll

@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kTileThreads)
       for (int j = 0; j < kOut; ++j) pack[j] = i + j < count ? results[i + j] : 0.f;
       const auto rounded = Pack<Out>::round(pack);
       if (i + kOut <= count && is_aligned(out + i, 16)) {
-        store_streaming(out + i, rounded);
+        store_pack<true>(out + i, rounded);
       } else {
         store_partial(out + i, rounded, 0, min(count - i, kOut));
       }
