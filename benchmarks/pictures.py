@@ -60,15 +60,11 @@ MARKS = {
 # Where a regime keeps a row between the pass that sums and the pass that writes -> colour.
 KEPT = {
     "tile": ("shared memory, many rows in a tile", PURPLE),
-    "across": ("registers", GREEN),
-    "dense": ("registers", GREEN),
+    "contiguous": ("registers", GREEN),
     "lanes": ("registers", GREEN),
-    "warp": ("registers", GREEN),
-    "block": ("registers", GREEN),
-    "narrow": ("registers", GREEN),
     "shared": ("shared memory, of a block", BLUE),
     "cluster": ("shared memory, of a cluster", ORANGE),
-    "turns": ("shared memory, of a cluster", ORANGE),
+    "persistent": ("shared memory, of a cluster", ORANGE),
     "whole": ("shared memory, of the whole GPU", RED),
     "reread": ("rings of a block or a cluster", GREY),
 }
@@ -330,7 +326,7 @@ def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
         columns, percent = int(row["columns"]), float(row["percent_of_copy"])
         marks[color_of(row["regime"])].append((columns, percent))
         if percent > OUTLIER and row["timing"] == "graph":
-            # Fewest bytes over those of the copy; rows in a graph are plain.
+            # Fewest bytes over those of the copy; rows in a graph are unmasked.
             share = 1.5 if row["direction"] == "backward" else 1
             copy = float(row["microseconds"]) * percent / 100 / share
             label = f"{columns:,} columns: the copy took {copy:.1f} µs"

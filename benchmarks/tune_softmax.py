@@ -5,7 +5,7 @@ Every regime that serves rows of a length is forced in turn, whether or not it w
 differ only in the rows that they are chosen for are timed once. The copy is one of a tensor of the
 same size, in the same rounds; fewest bytes are those of bench_softmax.py.
 
-`kind`: rows are plain, uneven (one column less), causal or masked. The last two have as many
+`kind`: rows are unmasked, ragged (one column less), causal or masked. The last two have as many
 queries as columns; heads share the mask, which only the forward pass reads.
 
 `timing` says how. "call" is a tensor of 64 MiB, or more where so many columns and queries need it,
@@ -36,7 +36,7 @@ LENGTHS = sorted([*LENGTHS, 5120, 10240, 20480, 50257, 151936])
 FEW_ROWS = (1, 4, 16, 64, 256)
 LONG = 4096  # columns, from which few rows are timed
 CALLS = 10  # in a graph
-KINDS = ("plain", "uneven", "causal", "masked")
+KINDS = ("unmasked", "ragged", "causal", "masked")
 SQUARE = (64, 16384)  # columns of causal and masked rows
 MASKED = 0.25  # of the entries
 FIELDS = [
@@ -88,14 +88,14 @@ def table(dtype: torch.dtype) -> list[Case]:
     cases = []
     for kind in KINDS:
         for length in LENGTHS:
-            columns = length - 1 if kind == "uneven" else length
+            columns = length - 1 if kind == "ragged" else length
             rows = max(SIZE // (length * dtype.itemsize), 1)
-            if kind in ("plain", "uneven"):
+            if kind in ("unmasked", "ragged"):
                 cases.append(Case(1, rows, columns, dtype, kind, "call"))
             elif SQUARE[0] <= columns <= SQUARE[1]:
                 cases.append(Case(-(-rows // columns), columns, columns, dtype, kind, "call"))
     return cases + [
-        Case(1, rows, columns, dtype, "plain", timing)
+        Case(1, rows, columns, dtype, "unmasked", timing)
         for timing in ("graph", "cold")
         for rows in FEW_ROWS
         for columns in LENGTHS
@@ -117,7 +117,7 @@ def force_regimes(run: measure.Run) -> Force:
 
 def launch_of(regime: RowRegime) -> RowRegime:
     """What is left of a regime without the rows that it is chosen for."""
-    return replace(regime, name="", max_chunks=None, min_rows=0, serves=())
+    return replace(regime, name="", max_vectors=None, min_rows=0, serves=())
 
 
 @dataclass(frozen=True)
@@ -147,21 +147,23 @@ def candidates(case: Case, backward: bool, gpu: Gpu) -> list[Candidate]:
         multiprocessors=gpu.multiprocessors,
         max_cluster=gpu.max_cluster,
     )
-    chunks_per_unit = LIMITS.constants["kUnitBatches"] * LIMITS.constants["kChunksPerBatch"]
+    vectors_per_segment = (
+        LIMITS.constants["kWarpTilesPerSegment"] * LIMITS.constants["kWarpTileVectors"]
+    )
     for index, regime in enumerate(LIMITS.backward if backward else LIMITS.forward):
         launch, blocks = launch_of(regime), regime.blocks_per_row or 1
         chosen = launch == launch_of(usual.regime)
         is_for_such = any(usual.kind in LIMITS.kinds[name] for name in regime.serves)
-        is_long_enough = regime.max_chunks is None or usual.chunks <= regime.max_chunks
-        has_work = chosen or (blocks - 1) * chunks_per_unit < usual.chunks
+        is_long_enough = regime.max_vectors is None or usual.vectors <= regime.max_vectors
+        has_work = chosen or (blocks - 1) * vectors_per_segment < usual.vectors
         if not (is_for_such and is_long_enough and has_work and blocks <= gpu.max_cluster):
             continue
-        longest = usual.regime.max_chunks if chosen else regime.max_chunks
+        longest = usual.regime.max_vectors if chosen else regime.max_vectors
         columns = None if longest is None else longest * PACK_BYTES // case.dtype.itemsize
         if regime.storage == "tile":
-            is_uneven = case.kind == "uneven"
-            columns = LIMITS.constants["kTinyUnevenColumns" if is_uneven else "kTinyColumns"]
-            columns -= not is_uneven
+            is_ragged = case.kind == "ragged"
+            columns = LIMITS.constants["kTinyRaggedColumns" if is_ragged else "kTinyColumns"]
+            columns -= not is_ragged
         found.setdefault(launch, Candidate(index, regime, chosen, columns))
     return list(found.values())
 

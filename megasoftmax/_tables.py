@@ -48,7 +48,9 @@ def verdict() -> str:
 def call_table(found: Explanation) -> Table:
     """How the softmax runs."""
     direction = "backward" if found.backward else "forward"
-    segments = f"up to {found.units:,} per row, warp tiles in each: {found.batches_per_unit}"
+    segments = (
+        f"up to {found.segments:,} per row, warp tiles in each: {found.warp_tiles_per_segment}"
+    )
     if found.threads is None:
         blocks, shared = "of as many rows as fit a tile", "a tile per block"
     else:
@@ -61,8 +63,8 @@ def call_table(found: Explanation) -> Table:
         ("rows", f"{found.rows:,} of {found.columns:,} {found.dtype}".replace("torch.", "")),
         ("kind of rows", found.kind),
         ("visible columns", f"up to {found.visible_columns:,} per row"),
-        ("vectors", f"up to {found.chunks:,} per row, of 16 bytes"),
-        ("segments", segments if found.units else "none"),
+        ("vectors", f"up to {found.vectors:,} per row, of 16 bytes"),
+        ("segments", segments if found.segments else "none"),
         ("blocks per row", f"{found.blocks_per_row:,}"),
         ("blocks", blocks),
         ("shared memory", shared),
@@ -122,7 +124,7 @@ def topk_table(found: TopkExplanation) -> Table:
         ("why", found.why),
         ("rows", f"{found.rows:,} of {found.columns:,} {found.dtype}".replace("torch.", "")),
         ("k", f"{found.k}"),
-        ("vectors", f"up to {found.chunks:,} per row, of 16 bytes"),
+        ("vectors", f"up to {found.vectors:,} per row, of 16 bytes"),
         ("rows per block", f"{found.rows_per_block:,}"),
         ("blocks per row", f"{found.blocks_per_row:,}"),
         ("blocks", f"{found.blocks:,}, of {found.threads} threads"),
@@ -183,7 +185,7 @@ def regimes_table(direction: str, regimes: tuple[RowRegime, ...]) -> Table:
             regime.name,
             regime.storage,
             ", ".join(regime.serves),
-            "any" if regime.max_chunks is None else f"{regime.max_chunks * PACK_BYTES:,}",
+            "any" if regime.max_vectors is None else f"{regime.max_vectors * PACK_BYTES:,}",
             f"{regime.min_rows:,}",
             "all" if regime.blocks_per_row is None else str(regime.blocks_per_row),
             *(() if regime.storage == "tile" else _shape(regime)),

@@ -2,25 +2,29 @@
 
 import re
 from dataclasses import dataclass, fields
+from typing import Any
 
 from megasoftmax.build.extension import CSRC
 
 
 @dataclass(frozen=True)
 class RowRegime:
-    """A row of a table in limits.h: which rows a kernel takes, and how. A chunk is 16 bytes."""
+    """A threshold and its shape in limits.h: which rows a kernel takes, and how.
+
+    A vector is 16 bytes.
+    """
 
     name: str
     storage: str  # where the row waits between the two passes: Storage in limits.h, in lower case
     threads_per_row: int
     rows_per_block: int
-    chunks_per_thread: int
+    vectors_per_thread: int
     blocks_per_sm: int
-    takes_turns: bool  # blocks: of one row after the other
-    blocks_per_row: int | None  # None: all that the GPU runs at a time share out the rows
-    max_chunks: int | None  # None: any length
+    is_persistent: bool  # a block takes one row after the other
+    blocks_per_row: int | None  # None: all blocks that the GPU runs at a time share the rows
+    max_vectors: int | None  # None: any length
     min_rows: int  # fewer rows take a later regime
-    serves: tuple[str, ...]  # names of Rows in limits.h, such as "plain" or "any"
+    serves: tuple[str, ...]  # names of Rows in limits.h, such as "unmasked" or "any"
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,15 @@ def read_limits(header: str, *, topk: str = "", attention: str = "", common: str
         ValueError: the text is not laid out as expected; nothing is guessed.
     """
     names = [field.name for field in fields(RowRegime)]
-    struct = re.search(r"struct RowRegime \{(.*?)\n\};", header, re.DOTALL)
-    members = re.findall(r"^\s*\w+ (\w+)(?:\[\d+\])?;", struct[1] if struct else "", re.MULTILINE)
-    if members != names:
-        raise ValueError(f"limits.h: the members of RowRegime are {members}, expected {names}")
+    of_threshold = ["name", *names[-3:]]
+    for struct, expected in (("RowShape", names[:-3]), ("RowThreshold", of_threshold)):
+        found = re.search(rf"struct {struct} \{{(.*?)\n\}};", header, re.DOTALL)
+        members = re.findall(r"^\s*[\w:]+ (\w+);", found[1] if found else "", re.MULTILINE)
+        if members != expected:
+            raise ValueError(f"limits.h: the members of {struct} are {members}, not {expected}")
     return Limits(
-        _read_table(header, "kForwardRegimes", members),
-        _read_table(header, "kBackwardRegimes", members),
+        _read_regimes(header, "Forward"),
+        _read_regimes(header, "Backward"),
         _read_max_index(header),
         _read_kinds(header),
         _read_constants(header),
@@ -135,42 +141,54 @@ def _read_max_index(header: str) -> int:
     return 2**31 - 1 - int(margin[1])
 
 
-def _read_table(header: str, name: str, members: list[str]) -> tuple[RowRegime, ...]:
-    table = re.search(rf"RowRegime {name}\[\] = \{{\n(.*?)\n\}};", header, re.DOTALL)
+def _read_regimes(header: str, direction: str) -> tuple[RowRegime, ...]:
+    """Each threshold with the shape of its name."""
+    shapes = {row[0]: row for row in _read_table(header, f"RowShape k{direction}Shapes")}
+    regimes = []
+    for row in _read_table(header, f"RowThreshold k{direction}Thresholds"):
+        try:
+            name, storage, threads, rows, vectors, blocks, persistent, blocks_per_row = shapes[
+                row[0]
+            ]
+            _, max_vectors, min_rows, serves = row
+            regimes.append(
+                RowRegime(
+                    name=_read_cell(name, r'"(\w+)"'),
+                    storage=_read_cell(storage, r"Storage::k(\w+)").lower(),
+                    threads_per_row=_number(threads),
+                    rows_per_block=_number(rows),
+                    vectors_per_thread=_number(vectors),
+                    blocks_per_sm=_number(blocks),
+                    is_persistent=_read_cell(persistent, "(true|false)") == "true",
+                    blocks_per_row=_number(blocks_per_row) or None,
+                    max_vectors=_number(max_vectors),
+                    min_rows=_number(min_rows),
+                    serves=_names_of_rows(_read_cell(serves, r"(k\w+(?: \| k\w+)*)")),
+                )
+            )
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"limits.h: cannot read the row {', '.join(row)}: {error}") from None
+    return tuple(regimes)
+
+
+def _read_table(header: str, name: str) -> list[list[str]]:
+    """The cells of its rows."""
+    table = re.search(rf"{name}\[\] = \{{\n(.*?)\n\}};", header, re.DOTALL)
     if table is None:
         raise ValueError(f"limits.h: no table {name}")
     lines = [line.split("//")[0].strip() for line in table[1].splitlines()]
-    return tuple(_read_row(line, members) for line in lines if line)
+    rows = [re.sub(r"\s+", " ", line) for line in lines if line]
+    return [row.removeprefix("{").removesuffix("},").split(", ") for row in rows]
 
 
-_NAMED_NUMBERS = {"kUnlimited": 2**31 - 1, "kWholeGpu": 0}
+def _read_cell(cell: str, pattern: str) -> str:
+    found = re.fullmatch(pattern, cell)
+    if found is None:
+        raise ValueError(f"{cell!r} is not of the form {pattern}")
+    return found[1]
 
 
-def _read_row(line: str, members: list[str]) -> RowRegime:
-    cells = re.sub(r"\s+", " ", line).removeprefix("{").removesuffix("},").split(", ")
-
-    def read(member: str, pattern: str) -> str:
-        position = members.index(member)
-        cell = re.fullmatch(pattern, cells[position]) if len(cells) == len(members) else None
-        if cell is None:
-            raise ValueError(f"limits.h: cannot read the row {line!r}: {member}")
-        return cell[1]
-
-    def number(member: str) -> int:
-        text = read(member, rf"(\d+|{'|'.join(_NAMED_NUMBERS)})")
-        return _NAMED_NUMBERS[text] if text in _NAMED_NUMBERS else int(text)
-
-    blocks_per_row, max_chunks = number("blocks_per_row"), number("max_chunks")
-    return RowRegime(
-        name=read("name", r'"(\w+)"'),
-        storage=read("storage", r"Storage::k(\w+)").lower(),
-        threads_per_row=number("threads_per_row"),
-        rows_per_block=number("rows_per_block"),
-        chunks_per_thread=number("chunks_per_thread"),
-        blocks_per_sm=number("blocks_per_sm"),
-        takes_turns=read("takes_turns", "(true|false)") == "true",
-        blocks_per_row=None if blocks_per_row == _NAMED_NUMBERS["kWholeGpu"] else blocks_per_row,
-        max_chunks=None if max_chunks == _NAMED_NUMBERS["kUnlimited"] else max_chunks,
-        min_rows=number("min_rows"),
-        serves=_names_of_rows(read("serves", r"(k\w+(?: \| k\w+)*)")),
-    )
+def _number(cell: str) -> Any:
+    """None: kUnlimited."""
+    named = {"kUnlimited": None, "kWholeGpu": 0}
+    return named[cell] if cell in named else int(_read_cell(cell, r"(\d+)"))

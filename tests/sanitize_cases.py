@@ -25,7 +25,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "backward")
 LENGTHS = (0, 1, 7, 8, 9, 33, 257)
 BATCHES, HEADS, QUERIES = 2, 2, 3
-# For blocks that take one row after the other: twice the rows that an H200 has at a time.
+# For persistent blocks: twice the rows that an H200 has at a time.
 MANY_QUERIES = 530
 KEPT_BYTES = 36 * 2**20  # a fifth more than the shared memory of an H200
 
@@ -49,14 +49,14 @@ class Case:
 
     @property
     def has_large_clusters(self):
-        """Whether it launches clusters of more than 8 blocks, as "cluster_16" does.
+        """Whether it launches clusters of more than 8 blocks, as "cluster_256x16" does.
 
         Smaller clusters have the same kernels.
         """
         options = dict(self.options)
         if self.family == "topk forward":
             return TOPK_REGIMES[options["regime"]][0] == '"cluster_16"'
-        return options.get("regime") in ("cluster_16", "dense_x16", "reread_16", "turns_512x16")
+        return options.get("regime") in LARGE_CLUSTERS
 
     def run(self, device, is_brief=False):
         """Calls the operators, with the same numbers each time; if brief, for fewer sizes."""
@@ -81,9 +81,9 @@ def cases():
             bias=BIAS_DTYPES[1:],
         ),
         *product("columns", direction=DIRECTIONS, dtype=DTYPES, inner=(16, 6, 3)),
-        *product("topk tile", is_topk_tile, dtype=DTYPES, k=TILE_KS, chunks=TILE_CHUNKS),
+        *product("topk tile", is_topk_tile, dtype=DTYPES, k=TILE_KS, vectors=TILE_VECTORS),
         *product("topk forward", has_kernels, **topk, regime=range(len(TOPK_REGIMES))),
-        *product("topk backward", has_kernels, **topk, chunks=TOPK_BACKWARD_CHUNKS),
+        *product("topk backward", has_kernels, **topk, vectors=TOPK_BACKWARD_VECTORS),
         *product(
             "attention",
             is_attention,
@@ -225,11 +225,23 @@ def table_of(header, name):
 
 LIMITS = kernel_limits()
 BIAS_DTYPES = (None, "fp32", "same")
-KINDS = ("plain", "uneven", "limited", "masked", "costly", "narrow", "dense", "dense uneven")
+KINDS = (
+    "unmasked",
+    "ragged",
+    "limited",
+    "masked",
+    "bias or ragged mask",
+    "windowed",
+    "contiguous",
+    "contiguous ragged",
+)
 REGIMES = tuple(dict.fromkeys(regime.name for regime in (*LIMITS.forward, *LIMITS.backward)))
+LARGE_CLUSTERS = {
+    row.name for row in (*LIMITS.forward, *LIMITS.backward) if (row.blocks_per_row or 1) > 8
+}
 TILE_LANES = (1, 2, 4, 8, 16, 32)  # of a row, see flat.cuh
 TILE_ELEMENTS = range(8, 17, 2)  # of a lane
-WINDOWS = {"limited": (-1, 0), "narrow": (5, 0)}
+WINDOWS = {"limited": (-1, 0), "windowed": (5, 0)}
 
 
 def has_kernels(dtype, mask, bias, direction="forward", **_):
@@ -244,7 +256,7 @@ def table_for(direction):
 def find_regime(direction, name, kind):
     """The row of the table. None if an earlier one serves such rows by the same launch."""
     launches = [
-        replace(regime, name="", max_chunks=None, min_rows=0, serves=())
+        replace(regime, name="", max_vectors=None, min_rows=0, serves=())
         if any(kind in LIMITS.kinds[served] for served in regime.serves)
         else None
         for regime in table_for(direction)
@@ -256,40 +268,49 @@ def find_regime(direction, name, kind):
 
 def is_regime(direction, dtype, mask, bias, kind, regime):
     """Whether such rows exist, as in plan.h, and the regime serves them."""
-    plain = ("plain", "uneven", "limited", "dense", "dense uneven")
-    kinds = ("costly",) if bias else ("masked", "costly") if mask else plain
+    unmasked = ("unmasked", "ragged", "limited", "contiguous", "contiguous ragged")
+    kinds = (
+        ("bias or ragged mask",)
+        if bias
+        else ("masked", "bias or ragged mask")
+        if mask
+        else unmasked
+    )
     return (
         has_kernels(dtype, mask, bias, direction)
         and (direction == "forward" or bias is None)
-        and kind in (*kinds, "narrow")
+        and kind in (*kinds, "windowed")
         and find_regime(direction, regime, kind) is not None
     )
 
 
 def lengths_for(direction, dtype, kind, index):
-    """Edges, and the longest rows: those that fill registers, or a unit more than blocks have."""
+    """Edges, and the longest rows: those that fill registers, or have a segment too many."""
     regime, constants = table_for(direction)[index], LIMITS.constants
     pack = PACK_BYTES // DTYPES[dtype].itemsize
-    if kind == "narrow":
+    if kind == "windowed":
         long = constants["kLongRow"] * pack
         return [long, long + 1]
     if regime.storage == "reread":
         # More than shared memory has room for, so that a part of each row is read twice.
-        chunk_bytes = PACK_BYTES * (1 if direction == "forward" else 2)
-        chunks = KEPT_BYTES // (BATCHES * HEADS * QUERIES * chunk_bytes)
+        vector_bytes = PACK_BYTES * (1 if direction == "forward" else 2)
+        vectors = KEPT_BYTES // (BATCHES * HEADS * QUERIES * vector_bytes)
     else:
-        chunks = (1 + regime.blocks_per_row) * constants["kChunksPerBatch"] + 1
-    if regime.max_chunks is not None:
-        chunks = (
-            regime.max_chunks if regime.storage == "registers" else min(regime.max_chunks, chunks)
+        vectors = (1 + regime.blocks_per_row) * constants["kWarpTileVectors"] + 1
+    if regime.max_vectors is not None:
+        vectors = (
+            regime.max_vectors
+            if regime.storage == "registers"
+            else min(regime.max_vectors, vectors)
         )
-    # Long rows that are no multiple of a chunk may need a line more, others a chunk.
-    uneven = [(chunks - more) * pack + 1 for more in (1, constants["kLineChunks"]) if more < chunks]
-    lengths = {*LENGTHS[1:], *uneven, chunks * pack}
-    if kind not in ("limited", "costly"):
-        lengths = {length for length in lengths if (length % pack == 0) != kind.endswith("uneven")}
+    # Long rows that are no multiple of a vector may need a line more, others a vector.
+    line = constants["kLineVectors"]
+    ragged = [(vectors - more) * pack + 1 for more in (1, line) if more < vectors]
+    lengths = {*LENGTHS[1:], *ragged, vectors * pack}
+    if kind not in ("limited", "bias or ragged mask"):
+        lengths = {length for length in lengths if (length % pack == 0) != kind.endswith("ragged")}
     found = {n: explain(1, n, DTYPES[dtype], backward=direction == "backward") for n in lengths}
-    return sorted(n for n in lengths if found[n].chunks <= chunks)
+    return sorted(n for n in lengths if found[n].vectors <= vectors)
 
 
 def softmax_tile(given, direction, dtype, lanes):
@@ -308,19 +329,19 @@ def softmax_rows(given, direction, dtype, mask, bias):
 def softmax_regime(given, direction, dtype, mask, bias, kind, regime):
     index = find_regime(direction, regime, kind)
     assert index is not None
-    takes_turns = table_for(direction)[index].takes_turns
-    is_dense = kind.startswith("dense")
+    is_persistent = table_for(direction)[index].is_persistent
+    is_contiguous = kind.startswith("contiguous")
     layouts = itertools.cycle(
-        LAYOUTS[:1] if is_dense else LAYOUTS[1:] if kind in ("plain", "uneven") else LAYOUTS
+        LAYOUTS[:1] if is_contiguous else LAYOUTS[1:] if kind in ("unmasked", "ragged") else LAYOUTS
     )
     rows = (index, -1) if direction == "forward" else (-1, index)
     with forced("megasoftmax_force_regimes", *rows):
         for columns in given.sizes(lengths_for(direction, dtype, kind, index)):
-            queries = MANY_QUERIES if takes_turns and columns < 64 else QUERIES
+            queries = MANY_QUERIES if is_persistent and columns < 64 else QUERIES
             window, layout = WINDOWS.get(kind, (-1, -1)), next(layouts)
-            has_ranges = not is_dense and kind not in ("plain", "uneven")
+            has_ranges = not is_contiguous and kind not in ("unmasked", "ragged")
             options = (mask, bias, queries, window, layout, has_ranges)
-            call_softmax(given, direction, dtype, columns, *options, has_sinks=not is_dense)
+            call_softmax(given, direction, dtype, columns, *options, has_sinks=not is_contiguous)
 
 
 def softmax_bias_gradient(given, dtype, regime):
@@ -342,12 +363,12 @@ def is_regime_with_dropout(direction, dtype, mask, bias, regime):
 def softmax_dropout(given, direction, dtype, mask, bias, regime):
     index = find_regime(direction, regime, "dropped")
     assert index is not None
-    takes_turns = table_for(direction)[index].takes_turns
+    is_persistent = table_for(direction)[index].is_persistent
     rows = (index, -1) if direction == "forward" else (-1, index)
     masks = itertools.cycle((mask, mask or bias is not None))
     with forced("megasoftmax_force_regimes", *rows):
         for columns in given.sizes(lengths_for(direction, dtype, "dropped", index)):
-            queries = MANY_QUERIES if takes_turns and columns < 64 else QUERIES
+            queries = MANY_QUERIES if is_persistent and columns < 64 else QUERIES
             for window in ((-1, -1), (-1, 0), (5, 2)):
                 call_softmax(
                     *(given, direction, dtype, columns, next(masks), bias, queries, window),
@@ -385,15 +406,15 @@ def sizes_for_sums(dtype, regime, drops=False):
 
 @functools.cache
 def sizes_of_table(dtype, regime, drops, **gpu):
-    """The first three, at the edges of chunks where regimes end."""
+    """The first three, at the edges of vectors where regimes end."""
     pack = PACK_BYTES // DTYPES[dtype].itemsize
-    ends = {row.max_chunks for row in LIMITS.backward if row.max_chunks}
+    ends = {row.max_vectors for row in LIMITS.backward if row.max_vectors}
     edges = set()
     for row in LIMITS.backward:
         if row.name == regime:
             queries = max(-(-row.min_rows // (BATCHES * HEADS)), QUERIES)
             for end, more in itertools.product(ends, (1 - pack, 0, 1)):
-                if row.max_chunks is None or end <= row.max_chunks:
+                if row.max_vectors is None or end <= row.max_vectors:
                     edges.add((end * pack + more, queries))
 
     def is_chosen(edge):
@@ -483,9 +504,9 @@ def softmax_columns(given, direction, dtype, inner):
 # Softmax and top-k
 
 TOPK_REGIMES = table_of("topk/limits.h", "kTopkRegimes")
-TILE_KS, TILE_CHUNKS = (1, 2, 3, 8, 16), (1, 2, 3, 4, 8, 9, 256)
+TILE_KS, TILE_VECTORS = (1, 2, 3, 8, 16), (1, 2, 3, 4, 8, 9, 256)
 # The longest rows of each regime, and the next ones.
-TOPK_BACKWARD_CHUNKS = tuple(
+TOPK_BACKWARD_VECTORS = tuple(
     int(row[-1]) + more
     for row in table_of("topk/limits.h", "kTopkBackwardRegimes")
     for more in (0, 1)
@@ -493,33 +514,33 @@ TOPK_BACKWARD_CHUNKS = tuple(
 )
 
 
-def is_topk_tile(dtype, k, chunks):
-    return k <= chunks * PACK_BYTES // DTYPES[dtype].itemsize
+def is_topk_tile(dtype, k, vectors):
+    return k <= vectors * PACK_BYTES // DTYPES[dtype].itemsize
 
 
-def topk_tile(given, dtype, k, chunks):
+def topk_tile(given, dtype, k, vectors):
     for rows in given.sizes((1, 257, 7)):
-        columns = chunks * PACK_BYTES // DTYPES[dtype].itemsize
+        columns = vectors * PACK_BYTES // DTYPES[dtype].itemsize
         call_topk(given, dtype, (1, rows, columns), k, layout="exact")
 
 
 def topk_forward(given, dtype, mask, bias, regime):
-    _, threads, _, chunks, blocks, *_ = TOPK_REGIMES[regime]
+    _, threads, _, vectors, blocks, *_ = TOPK_REGIMES[regime]
     pack = PACK_BYTES // DTYPES[dtype].itemsize
-    unit = int(threads) * int(chunks) * pack
-    long = unit * (2 * int(blocks) if blocks.isdigit() else 40) + 1
+    segment = int(threads) * int(vectors) * pack
+    long = segment * (2 * int(blocks) if blocks.isdigit() else 40) + 1
     ks = itertools.cycle((0, 1, 8, min(int(threads), 200)))
     with forced("megasoftmax_force_topk_regime", regime):
-        # As many as there are layouts: rows that are not dense have a kernel of their own.
-        for columns in given.sizes((*LENGTHS[1:], unit, long), (9, unit, 33, 8, long)):
+        # As many as there are layouts: rows that are not contiguous have a kernel of their own.
+        for columns in given.sizes((*LENGTHS[1:], segment, long), (9, segment, 33, 8, long)):
             shape = (BATCHES, QUERIES, columns)
             call_topk(given, dtype, shape, min(next(ks), columns), mask, bias)
 
 
-def topk_backward(given, dtype, mask, bias, chunks):
+def topk_backward(given, dtype, mask, bias, vectors):
     pack = PACK_BYTES // DTYPES[dtype].itemsize
     ks = itertools.cycle((0, 1, 8, 200))
-    for columns in given.sizes((*LENGTHS, chunks * pack - 1, chunks * pack)):
+    for columns in given.sizes((*LENGTHS, vectors * pack - 1, vectors * pack)):
         for layout in ("exact", None):
             shape, k = (BATCHES, QUERIES, columns), min(next(ks), columns)
             call_topk(given, dtype, shape, k, mask, bias, layout, backward=True)

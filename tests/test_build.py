@@ -59,11 +59,11 @@ exec {nvcc} "$@"
 COMPILED = re.compile(rf"-c ({re.escape(str(CSRC))}\S+\.cu) -o ")
 
 
-def _spills(log: str, allowed_bytes: int = 0, dense_bytes: int = 0) -> tuple[list[str], int]:
+def _spills(log: str, allowed_bytes: int = 0, contiguous_bytes: int = 0) -> tuple[list[str], int]:
     """The kernels that ptxas reports to spill more, and how many functions it reports on.
 
     Args:
-        dense_bytes: allowed in kernels of dense rows.
+        contiguous_bytes: allowed in kernels of contiguous rows.
     """
     architecture, found, count = "", [], 0
     lines = log.splitlines()
@@ -74,7 +74,7 @@ def _spills(log: str, allowed_bytes: int = 0, dense_bytes: int = 0) -> tuple[lis
             count += 1
             sizes = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", following)
             assert len(sizes) == 3, f"ptxas's report is not understood: {following!r}"
-            allowed = dense_bytes if "dense_" in function[1] else allowed_bytes
+            allowed = contiguous_bytes if "contiguous_" in function[1] else allowed_bytes
             if any(int(size) > allowed for size, _ in sizes):
                 found.append(f"{architecture}: {function[1]}: {following.strip()}")
     return found, count
@@ -92,7 +92,7 @@ def _allowed(source: Path, what: str, kernels: str = "") -> int:
         of_kind = limits.get(prefix)
         if name in source.name and of_kind is not None:
             return int(of_kind)
-    of_kinds = ("Hopper", "Float", "FloatRow", "Dense")
+    of_kinds = ("Hopper", "Float", "FloatRow", "Contiguous")
     limits = {name: limit for name, limit in limits.items() if name not in of_kinds}
     return int(next(iter(limits.values()), 0))
 
@@ -104,15 +104,19 @@ def _kernels(source: Path, objects: Path) -> set[str]:
     return {name.replace("6__half", "13__nv_bfloat16") for name in names}
 
 
-def _declared(log: str, besides: int = 0, *, dense: bool = False) -> int:
+def _declared(log: str, besides: int = 0, *, contiguous: bool = False) -> int:
     """The most shared memory that a kernel declares itself, as ptxas reports it.
 
     Args:
         besides: an array that some of the kernels have besides, larger than all that others have.
-        dense: only kernels of dense rows, else the others.
+        contiguous: only kernels of contiguous rows, else the others.
     """
     pattern = r"Function properties for (\S+)\n.*\n.*?(\d+) bytes smem"
-    sizes = [int(size) for name, size in re.findall(pattern, log) if ("dense_" in name) == dense]
+    sizes = [
+        int(size)
+        for name, size in re.findall(pattern, log)
+        if ("contiguous_" in name) == contiguous
+    ]
     return max((size - besides if size >= besides else size for size in sizes), default=0)
 
 
@@ -187,11 +191,11 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
         # Plans count on it: see tests/test_gpus.py.
         zeros = ZERO_BYTES if source.name.startswith("softmax_") else 0
         assert _declared(logs[source], zeros) <= _allowed(source, "Declared"), source
-        of_dense = _declared(logs[source], dense=True)
-        assert of_dense <= _allowed(source, "Declared", "Dense"), source
+        of_contiguous = _declared(logs[source], contiguous=True)
+        assert of_contiguous <= _allowed(source, "Declared", "Contiguous"), source
         if source in fast:
             continue
-        allowed = (_allowed(source, "Spilled", kernels) for kernels in ("", "Dense"))
+        allowed = (_allowed(source, "Spilled", kernels) for kernels in ("", "Contiguous"))
         spilled, count = _spills(logs[source], *allowed)
         assert not _without_registers(logs[source])
         # Functions that are not inlined are reported too.
@@ -221,15 +225,15 @@ ptxas info    : Function properties for _Z1gv
     assert found == [
         "sm_90a: _Z1gv: 16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads"
     ]
-    as_dense = log.replace("_Z1gv", "_Z13dense_forwardv")
-    assert _spills(as_dense, dense_bytes=16) == ([], 2)
-    assert _spills(as_dense, 16)[0]
-    assert _spills(log, dense_bytes=16) == (found, 2)
+    as_contiguous = log.replace("_Z1gv", "_Z18contiguous_forwardv")
+    assert _spills(as_contiguous, contiguous_bytes=16) == ([], 2)
+    assert _spills(as_contiguous, 16)[0]
+    assert _spills(log, contiguous_bytes=16) == (found, 2)
     assert _declared(log) == 0
     with_array = log + "ptxas info : Used 9 registers, 1 barriers, 24 bytes smem"
     assert _declared(with_array) == _declared(with_array, 25) == 24
     assert _declared(with_array, 20) == 4
-    assert _declared(with_array, dense=True) == 0
+    assert _declared(with_array, contiguous=True) == 0
     name = (
         "_ZN11megasoftmax24attention_forward_kernelI6__halfLNS_8BiasKindE0ELb1ELi1EEEvNS_6ParamsE"
     )
@@ -676,24 +680,31 @@ def test_limits_are_those_of_the_header():
     limits = kernel_limits()
     for regimes in (limits.forward, limits.backward):
         last = regimes[-1]
-        assert (last.max_chunks, last.min_rows) == (None, 0)
+        assert (last.max_vectors, last.min_rows) == (None, 0)
         for regime in regimes:
-            assert regime.storage in ("tile", "registers", "shared", "reread", "dense")
+            assert regime.storage in ("tile", "registers", "shared", "reread", "contiguous")
             assert set(regime.serves) <= set(limits.kinds)
             if regime.storage == "registers":
-                assert regime.max_chunks == regime.threads_per_row * regime.chunks_per_thread
+                assert regime.max_vectors == regime.threads_per_row * regime.vectors_per_thread
                 assert (regime.blocks_per_row, regime.min_rows) == (1, 0)
-    names = re.findall(r"\{\"(\w+)\"", LIMITS_HEADER)
+    thresholds = re.findall(r"RowThreshold k\w+\[\] = \{\n(.*?)\n\};", LIMITS_HEADER, re.DOTALL)
+    names = re.findall(r"\{\"(\w+)\"", "\n".join(thresholds))
     assert [regime.name for regime in limits.forward + limits.backward] == names
 
 
 def test_kinds_of_rows_are_those_of_the_header():
     kinds = kernel_limits().kinds
-    basic = {"plain", "uneven", "limited", "masked", "narrow", "bias gradient", "tiny"}
-    basic |= {"dropped", "dropped bias gradient", "costly", "dense", "dense uneven"}
+    basic = {"unmasked", "ragged", "limited", "masked", "windowed", "bias gradient", "tiny"}
+    basic |= {
+        "dropped",
+        "dropped bias gradient",
+        "bias or ragged mask",
+        "contiguous",
+        "contiguous ragged",
+    }
     assert {name for name, parts in kinds.items() if parts == (name,)} == basic
-    assert kinds["common"] == ("plain", "uneven", "limited", "masked", "costly")
-    assert kinds["spread"] == (*kinds["common"], "dense")
+    assert kinds["common"] == ("unmasked", "ragged", "limited", "masked", "bias or ragged mask")
+    assert kinds["spread"] == (*kinds["common"], "contiguous")
     assert kinds["any"] == (*kinds["common"], "bias gradient")
 
 
@@ -711,20 +722,22 @@ def test_constants_are_read_from_all_headers():
     other = "inline constexpr int kOne = 1, kTwo = 2 * 3;  // kThree = 3\nint four = 4;"
     limits = read_limits(LIMITS_HEADER, topk=other)
     assert limits.topk == {"kOne": 1, "kTwo": 6}
-    assert "kChunksPerBatch" in limits.constants
+    assert "kWarpTileVectors" in limits.constants
     assert "kUnlimited" not in limits.constants
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("kForwardRegimes[] = {", "kOtherRegimes[] = {", "no table kForwardRegimes"),
+        ("kForwardShapes[] = {", "kOtherShapes[] = {", "no table RowShape kForwardShapes"),
+        ("kForwardThresholds[] = {", "kOthers[] = {", "no table RowThreshold kForwardThresholds"),
+        ('{"tile",                          136', '{"tiles", 136', "cannot read the row"),
         ("kUnlimited,", "kUnlimited + 1,", "cannot read the row"),
-        ("kWholeGpu,", "kSomeGpu,", "cannot read the row"),
+        ("kWholeGpu}", "kSomeGpu}", "cannot read the row"),
         ('{"', '{kName, "', "cannot read the row"),
         ("Storage::kShared,", "kShared,", "cannot read the row"),
         ("enum Rows", "enum Columns", "no enum Rows"),
-        ("int rows_per_block;", "int rows_per_warp;", "members of RowRegime"),
+        ("int rows_per_block;", "int rows_per_warp;", "members of RowShape"),
     ],
 )
 def test_broken_limits_are_refused(old, new, message):

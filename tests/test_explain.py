@@ -24,12 +24,12 @@ LIMITS = kernel_limits()
 
 
 def _first_that_serves(
-    rows: int, kind: str, chunks: int, *, backward: bool = False, max_cluster: int = 16
+    rows: int, kind: str, vectors: int, *, backward: bool = False, max_cluster: int = 16
 ) -> int:
     limits = kernel_limits()
     for index, regime in enumerate(limits.backward if backward else limits.forward):
         serves = any(kind in limits.kinds[name] for name in regime.serves)
-        is_short = regime.max_chunks is None or chunks <= regime.max_chunks
+        is_short = regime.max_vectors is None or vectors <= regime.max_vectors
         has_cluster = regime.blocks_per_row is None or regime.blocks_per_row <= max_cluster
         if serves and is_short and rows >= regime.min_rows and has_cluster:
             return index
@@ -37,35 +37,35 @@ def _first_that_serves(
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments", "kind", "chunks"),
+    ("call", "arguments", "kind", "vectors"),
     [
         ((1000, 100, HALF), {}, "tiny", 14),
-        ((100, 200, HALF), {}, "dense", 25),
-        # Rows of 32 chunks of 8 elements may touch 33, if they are odd.
+        ((100, 200, HALF), {}, "contiguous", 25),
+        # Rows of 32 vectors of 8 elements may touch 33, if they are odd.
         ((4000, 255, HALF), {"causal": True}, "limited", 33),
-        # From 32 chunks on they are cut along lines of 8 chunks, and may begin at the end of one.
+        # From 32 vectors on they are cut along lines of 8 vectors, and may begin at the end of one.
         ((4000, 257, HALF), {"causal": True}, "limited", 40),
-        # Dense ones need no more than whole chunks, if they are short.
-        ((4000, 529, HALF), {}, "dense uneven", 66),
-        ((4000, 529, FLOAT), {}, "dense uneven", 132),
-        ((4000, 6001, HALF), {}, "uneven", 758),
+        # Contiguous ones need no more than whole vectors, if they are short.
+        ((4000, 529, HALF), {}, "contiguous ragged", 66),
+        ((4000, 529, FLOAT), {}, "contiguous ragged", 132),
+        ((4000, 6001, HALF), {}, "ragged", 758),
         # Few longer ones lie over a cluster, along lines too.
-        ((4, 6001, HALF), {}, "dense uneven", 758),
-        ((4, 32001, HALF), {"backward": True}, "dense uneven", 4008),
-        ((4, 32001, HALF), {"max_cluster": 1}, "uneven", 4008),
-        ((2000, 32001, HALF), {}, "uneven", 4008),
-        ((100, 100, HALF), {"masked": True}, "costly", 14),
+        ((4, 6001, HALF), {}, "contiguous ragged", 758),
+        ((4, 32001, HALF), {"backward": True}, "contiguous ragged", 4008),
+        ((4, 32001, HALF), {"max_cluster": 1}, "ragged", 4008),
+        ((2000, 32001, HALF), {}, "ragged", 4008),
+        ((100, 100, HALF), {"masked": True}, "bias or ragged mask", 14),
         ((100, 104, HALF), {"masked": True}, "masked", 13),
         ((96, 96, HALF), {"causal": True, "queries": 24}, "limited", 12),
-        ((8192, 8192, HALF), {}, "dense", 1024),
-        ((8192, 8192, HALF), {"backward": True}, "dense", 1024),
-        ((99, 8192, HALF), {}, "dense", 1024),
-        ((999, 4096, FLOAT), {}, "dense", 1024),
-        ((100, 80000, HALF), {"max_cluster": 1}, "dense", 10000),
-        ((100, 80000, HALF), {"max_cluster": 8}, "dense", 10000),
+        ((8192, 8192, HALF), {}, "contiguous", 1024),
+        ((8192, 8192, HALF), {"backward": True}, "contiguous", 1024),
+        ((99, 8192, HALF), {}, "contiguous", 1024),
+        ((999, 4096, FLOAT), {}, "contiguous", 1024),
+        ((100, 80000, HALF), {"max_cluster": 1}, "contiguous", 10000),
+        ((100, 80000, HALF), {"max_cluster": 8}, "contiguous", 10000),
         # The mask matters forward only.
         ((999, 8192, HALF), {"masked": True, "causal": True}, "masked", 1024),
-        ((999, 8192, HALF), {"masked": True, "backward": True}, "dense", 1024),
+        ((999, 8192, HALF), {"masked": True, "backward": True}, "contiguous", 1024),
         ((3000, 5000, FLOAT), {"bias_gradient": True, "backward": True}, "bias gradient", 1250),
         # With dropout few regimes serve all rows.
         ((100, 100, HALF), {"dropout": True}, "dropped", 14),
@@ -79,23 +79,23 @@ def _first_that_serves(
             "dropped bias gradient",
             1250,
         ),
-        # 256 visible columns touch up to 33 chunks, and the line where they begin 7 more.
-        ((4096, 4096, HALF), {"window": (255, 0)}, "narrow", 40),
-        ((1024, 1024, HALF), {"window": (255, 0)}, "narrow", 40),
+        # 256 visible columns touch up to 33 vectors, and the line where they begin 7 more.
+        ((4096, 4096, HALF), {"window": (255, 0)}, "windowed", 40),
+        ((1024, 1024, HALF), {"window": (255, 0)}, "windowed", 40),
         ((1024, 1016, HALF), {"window": (255, 0)}, "limited", 40),
-        ((2048, 2048, HALF), {"window": (960, 0)}, "narrow", 128),
+        ((2048, 2048, HALF), {"window": (960, 0)}, "windowed", 128),
         ((2048, 2048, HALF), {"window": (961, 0)}, "limited", 129),
         # A window that limits nothing.
-        ((8192, 8192, HALF), {"window": (8192, 8192)}, "dense", 1024),
+        ((8192, 8192, HALF), {"window": (8192, 8192)}, "contiguous", 1024),
     ],
 )
 def test_kind_of_rows_and_regime(
-    call: tuple[int, int, torch.dtype], arguments: dict[str, Any], kind: str, chunks: int
+    call: tuple[int, int, torch.dtype], arguments: dict[str, Any], kind: str, vectors: int
 ) -> None:
     found = explain(*call, **arguments)
     options = {name: arguments[name] for name in ("backward", "max_cluster") if name in arguments}
-    assert (found.kind, found.chunks) == (kind, chunks)
-    assert found.index == _first_that_serves(call[0], kind, chunks, **options)
+    assert (found.kind, found.vectors) == (kind, vectors)
+    assert found.index == _first_that_serves(call[0], kind, vectors, **options)
     assert [each.index for each in found.skipped] == list(range(found.index))
 
 
@@ -105,48 +105,53 @@ def test_grid_of_rows_in_registers() -> None:
     assert regime.storage == "registers"
     assert found.threads == regime.threads_per_row * regime.rows_per_block
     assert found.blocks == -(-100 // regime.rows_per_block)
-    assert (found.units, found.batches_per_unit, found.shared_bytes) == (0, 0, 0)
+    assert (found.segments, found.warp_tiles_per_segment, found.shared_bytes) == (0, 0, 0)
     # Queries of another head start another block.
     of_heads = explain(90, 200, HALF, causal=True, queries=9)
     assert of_heads.blocks == 10 * -(-9 // of_heads.regime.rows_per_block)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_dense_rows_have_a_warp_for_each_unit(backward: bool) -> None:
+def test_contiguous_rows_have_a_warp_for_each_segment(backward: bool) -> None:
     for rows, columns, threads, blocks in ((64, 8192, 256, 64), (9, 32000, 128, 72)):
         found = explain(rows, columns, HALF, backward=backward)
-        assert found.regime.storage == "dense"
-        assert found.units == -(-columns // 1024)
+        assert found.regime.storage == "contiguous"
+        assert found.segments == -(-columns // 1024)
         assert (found.threads, found.blocks) == (threads, blocks)
-        assert found.shared_bytes == found.units * LIMITS.constants["kResultBytes"]
+        assert found.shared_bytes == found.segments * LIMITS.constants["kResultBytes"]
     # A block has two rows, or four warps one.
     for rows, threads, blocks in ((2200, 64, 1100), (100, 128, 100)):
         found = explain(rows, 1024, HALF, backward=backward)
-        assert (found.units, found.threads, found.blocks) == (1, threads, blocks)
+        assert (found.segments, found.threads, found.blocks) == (1, threads, blocks)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_long_rows_are_units(backward: bool) -> None:
+def test_long_rows_are_segments(backward: bool) -> None:
     constants = kernel_limits().constants
     found = explain(8192, 8192, HALF, queries=8192, causal=True, backward=backward)
     assert found.regime.storage == "shared"
-    assert (found.units, found.batches_per_unit) == (1024 // constants["kChunksPerBatch"], 1)
-    # Chunks, of two tensors backward, and results of two rows.
+    assert (found.segments, found.warp_tiles_per_segment) == (
+        1024 // constants["kWarpTileVectors"],
+        1,
+    )
+    # Vectors, of two tensors backward, and results of two rows.
     waiting = (32 if backward else 16) * 1024
-    assert found.shared_bytes == waiting + 2 * found.units * constants["kResultBytes"]
+    assert found.shared_bytes == waiting + 2 * found.segments * constants["kResultBytes"]
     assert found.workspace_bytes == 0
-    # More batches to a unit, so that there are not too many of them.
+    # More warp tiles to a segment, so that there are not too many of them.
     longest = explain(4, 2**22, HALF, backward=backward)
-    assert longest.units == constants["kMaxUnits"]
-    assert longest.batches_per_unit == 2**19 // constants["kChunksPerBatch"] // longest.units
+    assert longest.segments == constants["kMaxSegments"]
+    assert (
+        longest.warp_tiles_per_segment == 2**19 // constants["kWarpTileVectors"] // longest.segments
+    )
 
 
 def test_clusters_of_a_forward_pass_have_a_row_each() -> None:
     for columns, name, blocks in (
-        (65536, "cluster_2", 2),
+        (65536, "cluster_256x2", 2),
         (2**17, "cluster_128x8", 8),
-        (2**18, "cluster_8", 8),
-        (2**19, "cluster_16", 16),
+        (2**18, "cluster_256x8", 8),
+        (2**19, "cluster_256x16", 16),
     ):
         found = explain(1000, columns, HALF)
         assert (found.regime.name, found.blocks_per_row) == (name, blocks)
@@ -191,19 +196,19 @@ def test_reasons() -> None:
     regime = found.regime
     assert found.reasons == (
         "serves limited rows",
-        f"takes rows of at most {regime.max_chunks:,} vectors: these need up to 1,024",
+        f"takes rows of at most {regime.max_vectors:,} vectors: these need up to 1,024",
         f"wants at least {regime.min_rows:,} rows, so that one block each keeps the GPU busy: "
         "there are 500",
     )
     why = {each.index: each.why for each in found.skipped}
-    most = kernel_limits().forward[0].max_chunks
+    most = kernel_limits().forward[0].max_vectors
     assert why[0] == f"is not for limited rows; takes at most {most} vectors"
     for index, each in why.items():
         skipped = kernel_limits().forward[index]
         assert (f"at least {skipped.min_rows:,} rows" in each) == (skipped.min_rows > 500)
     without_clusters = explain(200, 10**5, HALF, max_cluster=2)
     expected = "wants clusters of 4 blocks, more than the GPU's 2"
-    why_not = [each.why for each in without_clusters.skipped if each.name == "cluster_4"]
+    why_not = [each.why for each in without_clusters.skipped if each.name == "cluster_256x4"]
     assert expected in why_not[-1]
 
 
@@ -216,7 +221,7 @@ def test_tiny_rows_form_tiles(backward: bool) -> None:
     tile = explain(4096, edge - 1, FLOAT, backward=backward)
     assert (tile.kind, tile.regime.storage) == ("tiny", "tile")
     for columns, arguments, storage in (
-        (edge, {}, "dense"),
+        (edge, {}, "contiguous"),
         (edge - 1, {"causal": True}, "registers"),
     ):
         found = explain(4096, columns, FLOAT, backward=backward, **arguments)
@@ -225,37 +230,37 @@ def test_tiny_rows_form_tiles(backward: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_tile_serves_the_longest_uneven_rows(dtype: torch.dtype, backward: bool) -> None:
-    edge = LIMITS.constants["kTinyUnevenColumns"]
+def test_a_tile_serves_the_longest_ragged_rows(dtype: torch.dtype, backward: bool) -> None:
+    edge = LIMITS.constants["kTinyRaggedColumns"]
     for columns in range(edge - 15, edge, 2):
         assert explain(4096, columns, dtype, backward=backward).regime.storage == "tile"
 
 
-def test_blocks_that_take_turns_have_room_for_the_next_row() -> None:
+def test_persistent_blocks_have_room_for_the_next_row() -> None:
     """As much as their share of a multiprocessor leaves, and at most all of it."""
-    unit, results = 128 * 32, 2 * LIMITS.constants["kResultBytes"]
-    for rows, columns, name, units in (
-        (200, 65535, "cluster_4", 18),
-        (2000, 40001, "turns_512x2", 40),
-        (1024, 2**18 - 1, "turns_512x8", 55),
+    segment, results = 128 * 32, 2 * LIMITS.constants["kResultBytes"]
+    for rows, columns, name, segments in (
+        (200, 65535, "persistent_256x4", 18),
+        (2000, 40001, "persistent_512x2", 40),
+        (1024, 2**18 - 1, "persistent_512x8", 55),
     ):
         found = explain(rows, columns, HALF, backward=True)
         assert found.regime.name == name
-        assert found.shared_bytes == units * unit + found.units * results
+        assert found.shared_bytes == segments * segment + found.segments * results
     for limit in ({"multiprocessors": 63}, {"shared_bytes": 120 * 1024}):
         alone = explain(1024, 2**18 - 127, HALF, backward=True, **limit)
-        assert alone.regime.name == "cluster_16"
+        assert alone.regime.name == "persistent_256x16"
 
 
 def test_few_long_rows_share_the_gpu() -> None:
     found = explain(4, 33554432, HALF)
     assert found.regime.blocks_per_row is None
-    assert found.units == LIMITS.constants["kMaxUnits"]
-    assert found.blocks_per_row == found.units // (found.regime.threads_per_row // 32)
+    assert found.segments == LIMITS.constants["kMaxSegments"]
+    assert found.blocks_per_row == found.segments // (found.regime.threads_per_row // 32)
     # Results of two rows, which alternate, and a number of blocks.
-    assert found.workspace_bytes == (2 * found.units + 1) * LIMITS.constants["kResultBytes"]
+    assert found.workspace_bytes == (2 * found.segments + 1) * LIMITS.constants["kResultBytes"]
     alone = explain(1, 33554432, HALF, multiprocessors=132)
-    assert (alone.units, alone.blocks_per_row) == (2048, 128)
+    assert (alone.segments, alone.blocks_per_row) == (2048, 128)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +270,11 @@ def test_few_long_rows_share_the_gpu() -> None:
         *((31, 2**25, 1), (32, 2**25, 2)),  # of many, two that shared memory does not keep
     ],
 )
-def test_very_long_rows_take_turns(rows: int, columns: int, at_a_time: int) -> None:
+def test_very_long_rows_have_persistent_blocks(rows: int, columns: int, at_a_time: int) -> None:
     """As many at a time as shared memory keeps, or a little more."""
     found = explain(rows, columns, HALF, multiprocessors=132)
-    of_a_row = (2 * found.units + 1) * LIMITS.constants["kResultBytes"]
-    assert found.regime.takes_turns
+    of_a_row = (2 * found.segments + 1) * LIMITS.constants["kResultBytes"]
+    assert found.regime.is_persistent
     assert found.rows_at_a_time == at_a_time
     assert found.workspace_bytes == at_a_time * of_a_row
     blocks = 132 * found.regime.blocks_per_sm
@@ -279,8 +284,8 @@ def test_very_long_rows_take_turns(rows: int, columns: int, at_a_time: int) -> N
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_regime_serves_some_call(backward: bool) -> None:
     table = LIMITS.backward if backward else LIMITS.forward
-    edges = {regime.max_chunks for regime in table if regime.max_chunks is not None}
-    chunks = {1} | {edge + extra for edge in edges for extra in (0, 1)}
+    edges = {regime.max_vectors for regime in table if regime.max_vectors is not None}
+    vectors = {1} | {edge + extra for edge in edges for extra in (0, 1)}
     fewest = {regime.min_rows for regime in table}
     rows = {count - less for count in fewest for less in (0, 1)} | {1}
     kinds: list[dict[str, Any]] = [{}, {"causal": True}]
@@ -299,7 +304,7 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
         explain(count, columns, HALF, queries=1, backward=backward, **gpu, **kind).index
         for count in rows
         if 0 < count <= LIMITS.max_index
-        for length, kind, gpu in itertools.product(chunks, kinds, gpus)
+        for length, kind, gpu in itertools.product(vectors, kinds, gpus)
         for columns in (8 * length, 8 * length - 1)
     }
     # Above, the only query of a head sees all keys.
@@ -313,7 +318,7 @@ def _answers() -> list[Explanation]:
     """Of calls at the edges of the tables."""
     limits = kernel_limits()
     regimes = limits.forward + limits.backward
-    edges = {regime.max_chunks for regime in regimes if regime.max_chunks is not None}
+    edges = {regime.max_vectors for regime in regimes if regime.max_vectors is not None}
     fewest = {regime.min_rows for regime in regimes}
     counts = sorted({count - less for count in fewest for less in (0, 1)} | {1})
     found = []

@@ -410,14 +410,14 @@ def test_attention_that_is_refused(arguments: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rows", [4, 8, 33, 34, 56, 67, 80, 200, 400, 10000])
-@pytest.mark.parametrize("chunks", [1, 256, 257, 512, 1024, 1025, 8193, 14000, 20001, 65537])
+@pytest.mark.parametrize("vectors", [1, 256, 257, 512, 1024, 1025, 8193, 14000, 20001, 65537])
 @pytest.mark.parametrize("max_cluster", [1, 16])
 def test_regime_of_topk_is_the_first_that_serves(
-    masked: bool, rows: int, chunks: int, max_cluster: int
+    masked: bool, rows: int, vectors: int, max_cluster: int
 ) -> None:
-    found = explain_topk(rows, 8 * chunks, 8, HALF, masked=masked, max_cluster=max_cluster)
-    assert found.chunks == chunks
-    if chunks <= 256 and not masked:
+    found = explain_topk(rows, 8 * vectors, 8, HALF, masked=masked, max_cluster=max_cluster)
+    assert found.vectors == vectors
+    if vectors <= 256 and not masked:
         assert (found.regime, found.blocks_per_row) == ("tile", 1)
         assert found.blocks == -(-rows // found.rows_per_block)
         return
@@ -427,7 +427,7 @@ def test_regime_of_topk_is_the_first_that_serves(
         if blocks == "kWholeGpu":
             return rows <= H200.multiprocessors
         return (
-            (longest == "kUnlimited" or chunks <= int(longest))
+            (longest == "kUnlimited" or vectors <= int(longest))
             and not (masked and int(row[1]) > 256)
             and rows >= int(fewest)
             and int(blocks) <= max_cluster
@@ -456,11 +456,11 @@ def test_topk_over_the_whole_gpu(masked: bool, shared_bytes: int, blocks_per_sm:
     assert found.blocks == blocks_per_sm * H200.multiprocessors
 
 
-@pytest.mark.parametrize("chunks", [8, 9, 32, 33, 1024, 1025])
-def test_regime_of_topk_backward(chunks: int) -> None:
+@pytest.mark.parametrize("vectors", [8, 9, 32, 33, 1024, 1025])
+def test_regime_of_topk_backward(vectors: int) -> None:
     table = table_of("topk", "kTopkBackwardRegimes")
-    row = next(row for row in table if row[6] == "kUnlimited" or chunks <= int(row[6]))
-    found = explain_topk(100000, 8 * chunks, 8, HALF, backward=True)
+    row = next(row for row in table if row[6] == "kUnlimited" or vectors <= int(row[6]))
+    found = explain_topk(100000, 8 * vectors, 8, HALF, backward=True)
     assert (found.regime, found.rows_per_block) == (row[0], int(row[2]))
     assert found.threads == int(row[1]) * int(row[2])
     assert found.blocks == -(-100000 // int(row[2])) * found.blocks_per_row

@@ -149,10 +149,10 @@ def test_bytes_of_attention(dim, options, kilobytes, expected):
 def test_softmax_fits(gpu):
     major, _, shared_bytes, _, max_cluster = gpu
     declared = LIMITS.constants["kMaxDeclaredBytes"]
-    edges = {row.max_chunks for row in LIMITS.forward + LIMITS.backward if row.max_chunks}
+    edges = {row.max_vectors for row in LIMITS.forward + LIMITS.backward if row.max_vectors}
     # The longest rows that have room in 99 KB and 64 KB, and the next ones; backward in 64 KB.
     edges |= {49 * 128, 31 * 128, 15 * 128}
-    chunks = sorted({edge + more for edge in edges for more in (0, 1)})
+    vectors = sorted({edge + more for edge in edges for more in (0, 1)})
     rows = sorted({row.min_rows + more for row in LIMITS.forward for more in (0, 1)} - {0})
     kinds = [
         *({"masked": masked, "dropout": dropout} for masked in (False, True) for dropout in (0, 1)),
@@ -160,51 +160,51 @@ def test_softmax_fits(gpu):
         {"backward": True, "bias_gradient": True},
         {"backward": True, "dropout": True, "bias_gradient": True},
     ]
-    for length, count, kind in itertools.product(chunks, rows, kinds):
+    for length, count, kind in itertools.product(vectors, rows, kinds):
         found = explain(
             count, 8 * length, HALF, shared_bytes=shared_bytes, max_cluster=max_cluster, **kind
         )
         assert (found.shared_bytes or 0) + declared <= shared_bytes
         assert (found.regime.blocks_per_row or 1) <= max_cluster
-        # Blocks that take turns copy the next row while they sum one: from 8.0 on. Very long rows
-        # take turns on all GPUs.
-        assert major >= 8 or not found.regime.takes_turns or found.regime.storage == "reread"
+        # Persistent blocks copy the next row while they sum one: from 8.0 on. Very long rows have
+        # them on all GPUs.
+        assert major >= 8 or not found.regime.is_persistent or found.regime.storage == "reread"
         assert (found.threads or 0) <= MOST_THREADS
 
 
 def test_rows_that_small_blocks_have_no_room_for_go_elsewhere():
-    """Rows of 49 units still fit 99 KB, and rows of 31 units 64 KB."""
-    for kilobytes, units, largest, reread in (
-        (99, 49, "shared_512", "whole_gpu"),
+    """Rows of 49 segments still fit 99 KB, and rows of 31 segments 64 KB."""
+    for kilobytes, segments, largest, reread in (
+        (99, 49, "shared_512", "whole_gpu_256"),
         (64, 31, "shared_256", "whole_gpu_64"),
     ):
-        for chunks, regime in ((units * 128, largest), (units * 128 + 1, reread)):
-            found = explain(400, 8 * chunks, HALF, shared_bytes=kilobytes * 1024, max_cluster=1)
+        for vectors, regime in ((segments * 128, largest), (segments * 128 + 1, reread)):
+            found = explain(400, 8 * vectors, HALF, shared_bytes=kilobytes * 1024, max_cluster=1)
             assert found.regime.name == regime
-            found = explain(400, 8 * chunks, HALF, max_cluster=1)
+            found = explain(400, 8 * vectors, HALF, max_cluster=1)
             assert found.regime.storage == "shared"
 
 
 @pytest.mark.parametrize("max_cluster", [8, 16])
 def test_rows_that_a_cluster_has_room_for_are_read_once(max_cluster):
-    longest = max(row.max_chunks for row in LIMITS.forward if row.name == "cluster_8")
+    longest = max(row.max_vectors for row in LIMITS.forward if row.name == "cluster_256x8")
     kinds = [
         {"masked": masked, "dropout": dropout} for masked in (False, True) for dropout in (0, 1)
     ]
-    for chunks, count, kind in itertools.product(
+    for vectors, count, kind in itertools.product(
         (8000, 12000, 17000, 25000, 27000, longest - 8), (17, 40, 99, 100, 1000), kinds
     ):
-        for columns in (8 * chunks, 8 * chunks - 1):
+        for columns in (8 * vectors, 8 * vectors - 1):
             found = explain(count, columns, HALF, max_cluster=max_cluster, **kind)
             assert found.regime.storage != "reread", (count, columns, kind)
 
 
 def test_bias_gradients_fit_the_smallest_blocks():
-    """Backward, rows keep two tensors: 15 units in 64 KB. Dense ones keep them in registers."""
+    """Backward, rows keep two tensors: 15 segments in 64 KB; contiguous ones use registers."""
     given = {"backward": True, "shared_bytes": 64 * 1024, "max_cluster": 1, "causal": True}
     for bias_gradient, reread in ((False, "whole_gpu_64"), (True, "reread_64")):
-        for chunks, regime in ((15 * 128, "shared_256"), (15 * 128 + 1, reread)):
-            found = explain(400, 8 * chunks, HALF, bias_gradient=bias_gradient, **given)
+        for vectors, regime in ((15 * 128, "shared_256"), (15 * 128 + 1, reread)):
+            found = explain(400, 8 * vectors, HALF, bias_gradient=bias_gradient, **given)
             assert found.regime.name == regime
 
 
@@ -212,8 +212,10 @@ def test_bias_gradients_fit_the_smallest_blocks():
 def test_topk_fits(gpu):
     *_, shared_bytes, _, max_cluster = gpu
     declared = LIMITS.topk["kTopkMaxDeclaredBytes"]
-    chunks = (1, 8, 9, 32, 33, 256, 257, 512, 1024, 1025, 14000, 14001, 65536, 10**6)
-    calls = itertools.product(chunks, (1, 30, 60, 120, 200, 10**5), (1, 16, 17, 256), (False, True))
+    vectors = (1, 8, 9, 32, 33, 256, 257, 512, 1024, 1025, 14000, 14001, 65536, 10**6)
+    calls = itertools.product(
+        vectors, (1, 30, 60, 120, 200, 10**5), (1, 16, 17, 256), (False, True)
+    )
     for length, rows, k, backward in calls:
         if k > 8 * length:
             continue

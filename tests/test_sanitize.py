@@ -38,7 +38,7 @@ def test_every_launch_of_a_regime_is_forced_or_chosen(direction):
     for kind in sanitize_cases.KINDS:
         for regime in sanitize_cases.table_for(direction):
             serves = any(kind in LIMITS.kinds[name] for name in regime.serves)
-            if serves and (direction == "forward" or kind not in ("masked", "costly")):
+            if serves and (direction == "forward" or kind not in ("masked", "bias or ragged mask")):
                 assert (kind, regime.name) in forced
 
 
@@ -117,7 +117,7 @@ STT_FUNC         STB_GLOBAL STO_ENTRY      {ROWS}
 
 CLEAN = """\
 ========= COMPUTE-SANITIZER
-case: topk tile dtype=fp16 k=1 chunks=1
+case: topk tile dtype=fp16 k=1 vectors=1
 finished
 ========= ERROR SUMMARY: 0 errors
 """
@@ -193,10 +193,11 @@ def test_jobs_have_all_cases_but_what_synccheck_cannot_run(tool):
     topk = {row[0]: f"regime={i}" for i, row in enumerate(sanitize_cases.TOPK_REGIMES)}
     for name in dropped:
         for large, smaller in (
-            ("=cluster_16", "=cluster_8"),
-            ("=dense_x16", "=dense_x8"),
-            ("=reread_16", "=whole_gpu_512"),
-            ("=turns_512x16", "=turns_512x8"),
+            ("=cluster_256x16", "=cluster_256x8"),
+            ("=contiguous_cluster_16", "=contiguous_cluster_8"),
+            ("=reread_512x16", "=whole_gpu_512"),
+            ("=persistent_256x16", "=persistent_256x8"),
+            ("=persistent_512x16", "=persistent_512x8"),
             (topk['"cluster_16"'], topk['"cluster_8"']),
         ):
             name = name.replace(large, smaller)

@@ -606,30 +606,30 @@ def test_more_rows_than_a_grid_has_blocks(shape, dtype):
 
 
 LIMITS = kernel_limits()
-LONG_EDGE = 5000  # chunks: from here on, rows are too long for all variants
+LONG_EDGE = 5000  # vectors: from here on, rows are too long for all variants
 
 
 def _edges(kind=None):
-    """The lengths up to which regimes serve rows, all rows or those of a kind, in chunks."""
+    """The lengths up to which regimes serve rows, all rows or those of a kind, in vectors."""
     regimes = [r for r in LIMITS.forward + LIMITS.backward if kind is None or kind in r.serves]
-    return sorted({regime.max_chunks for regime in regimes if regime.max_chunks is not None})
+    return sorted({regime.max_vectors for regime in regimes if regime.max_vectors is not None})
 
 
-# (chunks, whether dropout)
+# (vectors, whether dropout)
 EDGES = [(edge, False) for edge in _edges()] + [(edge, True) for edge in _edges("dropped")]
 
 
 def _edges_of_rows():
-    """(rows, chunks) where the number of rows decides: the shortest rows that a regime serves."""
+    """(rows, vectors) where the number of rows decides: the shortest rows that a regime serves."""
     found = set()
     for backward, regimes in ((False, LIMITS.forward), (True, LIMITS.backward)):
         for index, regime in enumerate(regimes):
             if not 0 < regime.min_rows <= LIMITS.max_index:
                 continue
-            for chunks in (1, *(edge + 1 for edge in _edges())):
-                call = explain(regime.min_rows, 4 * chunks, torch.float32, backward=backward)
+            for vectors in (1, *(edge + 1 for edge in _edges())):
+                call = explain(regime.min_rows, 4 * vectors, torch.float32, backward=backward)
                 if call.index == index:
-                    found.add((regime.min_rows, chunks))
+                    found.add((regime.min_rows, vectors))
                     break
     return sorted(found)
 
@@ -639,22 +639,22 @@ def _pack(dtype):
 
 
 def _straddled(columns, dtype):
-    """How many columns before an edge that of rows comes which are no multiple of a chunk."""
-    is_long = columns >= LIMITS.constants["kAlignedChunks"] * _pack(dtype)
-    return _pack(dtype) * (LIMITS.constants["kLineChunks"] if is_long else 1)
+    """How many columns before an edge that of ragged rows comes."""
+    is_long = columns >= LIMITS.constants["kAlignedVectors"] * _pack(dtype)
+    return _pack(dtype) * (LIMITS.constants["kLineVectors"] if is_long else 1)
 
 
 @gpu
-@pytest.mark.parametrize(("chunks", "drops"), [e for e in EDGES if e[0] <= LONG_EDGE])
+@pytest.mark.parametrize(("vectors", "drops"), [e for e in EDGES if e[0] <= LONG_EDGE])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_edges_of_regimes(chunks, drops, dtype):
+def test_edges_of_regimes(vectors, drops, dtype):
     """Rows that fill a regime, and one column less and more.
 
-    A row that is no multiple of a chunk may need one chunk or line more, so its edge comes earlier.
+    A ragged row may need one vector or line more, so its edge comes earlier.
     """
-    full = chunks * _pack(dtype)
+    full = vectors * _pack(dtype)
     less = _pack(dtype) if drops else _straddled(full, dtype)
-    queries = 19 if chunks <= (128 if drops else 80) else 5
+    queries = 19 if vectors <= (128 if drops else 80) else 5
     variants = list(VARIANTS)
     turn = DTYPES.index(dtype)
     for columns in (full - less + 1, full - less + 2, full - 1, full, full + 1):
@@ -665,11 +665,11 @@ def test_edges_of_regimes(chunks, drops, dtype):
 
 
 @gpu
-@pytest.mark.parametrize(("chunks", "drops"), [e for e in EDGES if e[0] > LONG_EDGE])
+@pytest.mark.parametrize(("vectors", "drops"), [e for e in EDGES if e[0] > LONG_EDGE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_edges_of_regimes_of_long_rows(chunks, drops, dtype):
+def test_edges_of_regimes_of_long_rows(vectors, drops, dtype):
     """Edges beyond which rows are too long for many rows and all variants."""
-    full = chunks * _pack(dtype)
+    full = vectors * _pack(dtype)
     less = _pack(dtype) if drops else _straddled(full, dtype)
     for columns in (full - less + 2, full, full + 1):
         for variant in ("plain", "full bias", "everything"):
@@ -678,12 +678,12 @@ def test_edges_of_regimes_of_long_rows(chunks, drops, dtype):
 
 @gpu
 @pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize(("rows", "chunks"), _edges_of_rows())
+@pytest.mark.parametrize(("rows", "vectors"), _edges_of_rows())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_edges_of_regimes_in_rows(rows, chunks, dtype, drops):
+def test_edges_of_regimes_in_rows(rows, vectors, dtype, drops):
     """Another row more, and all of them are served differently."""
     for count in (rows - 1, rows):
-        scores = normal(count, chunks * _pack(dtype), device="cuda", dtype=dtype)
+        scores = normal(count, vectors * _pack(dtype), device="cuda", dtype=dtype)
         check(scores, **(dropped(scores) if drops else {}))
 
 
@@ -691,11 +691,11 @@ def test_edges_of_regimes_in_rows(rows, chunks, dtype, drops):
 
 
 @gpu
-@pytest.mark.parametrize("chunks", _edges("dropped"))
+@pytest.mark.parametrize("vectors", _edges("dropped"))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_drop_the_entries_of_the_reference(chunks, dtype):
-    full, pack = chunks * _pack(dtype), _pack(dtype)
-    queries = 35 if chunks <= 5000 else 2
+def test_kernels_drop_the_entries_of_the_reference(vectors, dtype):
+    full, pack = vectors * _pack(dtype), _pack(dtype)
+    queries = 35 if vectors <= 5000 else 2
     for columns in (full - pack + 1, full - pack + 2, full - 1, full, full + 1):
         scores = torch.zeros(2, 2, queries, columns, device="cuda", dtype=dtype)
         for limits in ({}, {"causal": True}, {"window": (columns // 3, 1)}):
@@ -752,14 +752,14 @@ def test_rows_beyond_the_tables(variant, dtype, columns):
 
 
 @gpu
-@pytest.mark.parametrize("chunks", [edge for edge in _edges() if edge <= 1032])
+@pytest.mark.parametrize("vectors", [edge for edge in _edges() if edge <= 1032])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_edges_of_regimes_in_a_window(chunks, dtype):
-    """A row takes the regime of what a window leaves of it: a narrow row of at most half of it."""
+def test_edges_of_regimes_in_a_window(vectors, dtype):
+    """What a window leaves of a row decides its regime: "windowed" is at most half of it."""
     pack = _pack(dtype)
-    # The most columns that never touch one more chunk, counted from the beginning of their line.
-    edge = max(chunks - LIMITS.constants["kLineChunks"], 1) * pack + 1
-    lengths = (max(3 * chunks, 1100) * pack + 3, (chunks + chunks // 2 + 9) * pack)
+    # The most columns that never touch one more vector, counted from the beginning of their line.
+    edge = max(vectors - LIMITS.constants["kLineVectors"], 1) * pack + 1
+    lengths = (max(3 * vectors, 1100) * pack + 3, (vectors + vectors // 2 + 9) * pack)
     for keys, visible in itertools.product(lengths, (edge - 1, edge, edge + 1, edge + pack)):
         scores = normal(1, 2, 5, keys, device="cuda", dtype=dtype)
         left = max(visible - 3, 0)
@@ -775,8 +775,8 @@ def test_edges_of_regimes_in_a_window(chunks, dtype):
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("length", "left", "right"), [(500, 31, 0), (301, 7, 3), (130, 3, 0)])
-def test_few_visible_keys_of_uneven_rows(length, left, right, dtype):
-    """Several chunks of a thread may end before column 0, in the row before."""
+def test_few_visible_keys_of_ragged_rows(length, left, right, dtype):
+    """Several vectors of a thread may end before column 0, in the row before."""
     keys = length + (-length % _pack(dtype) == 0)
     scores = normal(1, 4, length, keys, device="cuda", dtype=dtype)
     check(scores, window=(left, right))
@@ -802,7 +802,7 @@ def test_long_causal_and_windowed(sizes, dtype):
 @pytest.mark.parametrize(("dtype", "result"), DTYPES_OF_KERNELS)
 def test_zeros_beside_a_window(dtype, result, left, keys):
     """On both sides more than one bulk copy writes, where memory held NaN. A wide window leaves
-    rows of several units, which end at other columns than the window."""
+    rows of several segments, which end at other columns than the window."""
     scores = normal(1, 1, keys, keys, device="cuda", dtype=dtype).requires_grad_()
     distance = torch.arange(keys, device="cuda") - torch.arange(keys, device="cuda")[:, None]
     outside = (distance < -left) | (distance > 20)
@@ -1038,7 +1038,7 @@ def test_very_long_rows_have_the_bits_of_few_in_every_turn(rows, columns, few, d
 @gpu
 @pytest.mark.parametrize("columns", [300_001, 1_500_000])
 @pytest.mark.parametrize("masked", [False, True])
-def test_very_long_rows_of_uneven_lengths_take_turns(columns, masked):
+def test_very_long_rows_of_ragged_lengths_have_persistent_blocks(columns, masked):
     """Some blocks and warps have nothing of a row, and some rows show nothing."""
     rows, dtype = 40, torch.float16
     scores = normal(1, 1, rows, columns, device="cuda", dtype=dtype)
@@ -1053,10 +1053,10 @@ def test_very_long_rows_of_uneven_lengths_take_turns(columns, masked):
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunks", [328, 384, 400])
-def test_many_masked_rows_have_the_bits_of_few(chunks, dtype):
+@pytest.mark.parametrize("vectors", [328, 384, 400])
+def test_many_masked_rows_have_the_bits_of_few(vectors, dtype):
     """Many have a warp each, few a block."""
-    scores = normal(2100, chunks * _pack(dtype), device="cuda", dtype=dtype)
+    scores = normal(2100, vectors * _pack(dtype), device="cuda", dtype=dtype)
     mask = coin(*scores.shape, device="cuda")
     many, *_ = check(scores, mask=mask)
     few = megasoftmax.softmax(scores[:100].clone(), mask=mask[:100].clone(), fused=True)
@@ -1076,7 +1076,7 @@ def test_tiles_of_many_tiny_rows(columns, dtype):
 @pytest.mark.parametrize(
     "columns", [2048, 3072, 8192, 16384, 32000, 65536, 131072, 6001, 20003, 32767]
 )
-def test_dense_rows_have_the_bits_of_parts_of_longer_rows(dtype, columns):
+def test_contiguous_rows_have_the_bits_of_parts_of_longer_rows(dtype, columns):
     """They have kernels of their own, which cut long rows as others do."""
     wide = normal(5, columns + 64, device="cuda", dtype=dtype)
     wide[0, columns // 3] = NAN
@@ -1084,7 +1084,7 @@ def test_dense_rows_have_the_bits_of_parts_of_longer_rows(dtype, columns):
     wide[2, : columns // 2] = -INF
     wide[3, columns - 1] = INF
     part = wide[:, :columns]
-    for rows in (2, 5):  # a single row would be dense in either tensor
+    for rows in (2, 5):  # a single row would be kContiguous in either tensor
         for call in ({}, {"scale": -0.3, "dtype": torch.float32}):
             results = [
                 megasoftmax.softmax(scores, return_lse=True, fused=True, **call)
@@ -1098,7 +1098,7 @@ def test_dense_rows_have_the_bits_of_parts_of_longer_rows(dtype, columns):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [128, 1024, 1031, 3072, 20000])
 def test_limits_that_exclude_nothing_leave_empty_rows_0(columns, dtype):
-    """Kernels of dense rows take them."""
+    """Kernels of contiguous rows take them."""
     scores = normal(2, 8, 1, columns, device="cuda", dtype=dtype)
     scores[0, ::3] = -INF
     for limits in ({"causal": True}, {"window": (columns, -1)}):
@@ -1112,8 +1112,8 @@ def test_limits_that_exclude_nothing_leave_empty_rows_0(columns, dtype):
 @pytest.mark.parametrize(
     "columns", [24, 40, 56, 64, 72, 120, 136, 264, 513, 521, 1023, 1024, 1031, 2047, 2055]
 )
-def test_dense_rows(columns, rows, dtype):
-    """Whole chunks and, of uneven rows, single elements at both ends: some rows depend on these."""
+def test_contiguous_rows(columns, rows, dtype):
+    """Whole vectors and, at both ends of ragged rows, single elements: some rows need these."""
     for scale in (0.7, -0.7):
         scores = normal(rows, columns, device="cuda", dtype=dtype)
         scores[0, 0] = scores[1, -1] = scores[2, :9] = scores[3, -9:] = 30 / scale
@@ -1126,12 +1126,12 @@ def test_dense_rows(columns, rows, dtype):
 
 
 @gpu
-@pytest.mark.parametrize("variant", ["plain", "uneven", "ranges", "mask"])
+@pytest.mark.parametrize("variant", ["plain", "ragged", "ranges", "mask"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rows_that_blocks_take_in_turn(variant, dtype):
     """Backward, blocks copy the next row while they sum one: it must not disturb rows of other
     lengths. Forward, the clusters of this length have a row each."""
-    rows, columns = 900, 7500 * _pack(dtype) - (3 if variant == "uneven" else 0)
+    rows, columns = 900, 7500 * _pack(dtype) - (3 if variant == "ragged" else 0)
     scores = normal(1, 1, rows, columns, device="cuda", dtype=dtype)
     g = oracle.random_like(scores, 1)
     generator = torch.Generator("cuda").manual_seed(2)

@@ -63,7 +63,7 @@ inline DType dtype_of(ScalarType type, const char* argument) {
   }
 }
 
-// Of a result that kernels compute of `source`.
+// The type of a result that kernels compute of `source`.
 inline DType result_dtype_of(ScalarType type, DType source) {
   const DType result = dtype_of(type, "dtype");
   check(result == source || result == DType::kFloat32 || source == DType::kFloat32,
@@ -103,11 +103,11 @@ inline Tensor new_workspace(int64_t bytes, const Tensor& on_device_of) {
 }
 
 // Gives a launch its workspace, unless it needs 0 bytes. The caller keeps it until the launch.
-template <typename Params>
-std::optional<Tensor> set_workspace(Params& params, int64_t bytes, const Tensor& on_device_of) {
-  if (bytes == 0) return {};
-  std::optional<Tensor> workspace = new_workspace(bytes, on_device_of);
-  params.workspace = workspace->data_ptr();
+template <class Launch>
+std::optional<Tensor> set_workspace(Launch& launch, const Tensor& on_device_of) {
+  if (launch.plan.workspace_bytes == 0) return {};
+  std::optional<Tensor> workspace = new_workspace(launch.plan.workspace_bytes, on_device_of);
+  launch.plan.schedule.workspace = workspace->data_ptr();
   return workspace;
 }
 
@@ -192,7 +192,7 @@ inline Strided strided(const Tensor& tensor, const Tensor& scores, const char* a
   }
   result.batch_stride = inner < 0 ? 0 : inner;
   if (scores.size(rank - 1) == 1)
-    result.column_stride = 1;  // never stepped along, but tells whole chunks
+    result.column_stride = 1;  // never stepped along, but tells whole vectors
   int64_t last = 0;            // where the last row begins
   for (int64_t i = 0; i + 1 < rank; ++i) last += (scores.size(i) - 1) * strides[i];
   const int64_t size = static_cast<int64_t>(tensor.element_size());

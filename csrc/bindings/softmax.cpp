@@ -30,8 +30,9 @@ Tensor probabilities_of(const Tensor& scores, double scale, std::optional<Tensor
   params.probabilities = probabilities.data_ptr();
   params.probabilities_type = result_dtype_of(dtype, params.scores.type);
   const cudaStream_t stream = current_stream(scores);
-  const auto workspace = set_workspace(params, softmax_forward_workspace(params, stream), scores);
-  check_cuda(softmax_forward(params, stream), "softmax_forward");
+  ForwardLaunch launch = plan_softmax_forward(params, stream);
+  const auto workspace = set_workspace(launch, scores);
+  check_cuda(softmax_forward(launch, stream), "softmax_forward");
   return probabilities;
 }
 
@@ -84,8 +85,8 @@ Tensor sum_of_parts(const Tensor& parts, int64_t splits, const Tensor& bias) {
   return in_type(sum, bias.scalar_type());
 }
 
-// With dropout, `probabilities` are scores, of which kernels make them again. Of the bias only
-// shape and type matter without dropout.
+// With dropout `probabilities` are scores, and kernels compute the probabilities again. Without
+// dropout only shape and type of the bias matter.
 std::tuple<Tensor, Tensor, Tensor> backward_of(
     Tensor gradient, Tensor probabilities, const std::optional<Tensor>& lse_gradient,
     const std::optional<Tensor>& lse, double scale, std::optional<Tensor> mask,
@@ -140,7 +141,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
   params.scores_gradient = scores_gradient.data_ptr();
   params.scores_gradient_type = result_dtype_of(dtype, params.probabilities.type);
 
-  Tensor bias_parts = new_tensor({0}, ScalarType::Float, probabilities);
   if (bias_gradient) {
     check(bias.has_value(), "bias_gradient without a bias");
     const int64_t columns = params.shape.columns;
@@ -149,25 +149,26 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
     check(bias->size(bias->dim() - 1) == columns,
           "the gradient of a bias that is broadcast over keys is not fused");
     const RowCounts rows = row_counts(*bias);
+    params.has_bias_gradient = true;
     params.bias_shape = {rows[0], rows[1], rows[2], columns};
     check((rows[0] == 1 || rows[0] == params.shape.batches),
           "bias must be broadcast in all leading dimensions or in none");
-    const BiasGradientPlan plan =
-        plan_bias_gradient(params.shape, params.bias_shape, params.probabilities.type, dropout);
-    const bool in_float = plan.splits > 1 || plan.accumulates;
-    std::vector<int64_t> sizes = sizes_of(*bias);
-    sizes.insert(sizes.begin(), plan.splits);
-    bias_parts =
-        new_tensor(sizes, in_float ? ScalarType::Float : bias->scalar_type(), probabilities);
-    if (bias_parts.numel() > 0) params.splits = plan.splits;  // else there is nothing to sum
-    params.bias_gradient = bias_parts.data_ptr();
-    params.bias_gradient_type = in_float ? DType::kFloat32 : dtype_of(bias->scalar_type(), "bias");
   }
   const cudaStream_t stream = current_stream(probabilities);
-  const auto workspace =
-      set_workspace(params, softmax_backward_workspace(params, stream), probabilities);
-  check_cuda(softmax_backward(params, stream), "softmax_backward");
-  if (bias_gradient) bias_parts = sum_of_parts(bias_parts, params.splits, *bias);
+  BackwardLaunch launch = plan_softmax_backward(params, stream);
+  Tensor bias_parts = new_tensor({0}, ScalarType::Float, probabilities);
+  if (bias_gradient) {
+    const bool in_float = needs_float_bias_gradient(launch.params, launch.plan);
+    const ScalarType type = in_float ? ScalarType::Float : bias->scalar_type();
+    std::vector<int64_t> sizes = sizes_of(*bias);
+    sizes.insert(sizes.begin(), launch.params.splits);
+    bias_parts = new_tensor(sizes, type, probabilities);
+    launch.params.bias_gradient = bias_parts.data_ptr();
+    launch.params.bias_gradient_type = dtype_of(type, "bias");
+  }
+  const auto workspace = set_workspace(launch, probabilities);
+  check_cuda(softmax_backward(launch, stream), "softmax_backward");
+  if (bias_gradient) bias_parts = sum_of_parts(bias_parts, launch.params.splits, *bias);
   return {std::move(scores_gradient), std::move(bias_parts), std::move(sink_rows)};
 }
 

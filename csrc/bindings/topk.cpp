@@ -56,8 +56,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scal
   params.indices = static_cast<int64_t*>(indices.data_ptr());
   params.statistics = static_cast<float*>(statistics.data_ptr());
   const cudaStream_t stream = current_stream(logits);
-  const auto workspace = set_workspace(params, topk_forward_workspace(params, stream), logits);
-  check_cuda(topk_forward(params, stream), "softmax_topk_forward");
+  TopkForwardLaunch launch = plan_softmax_topk_forward(params, stream);
+  const auto workspace = set_workspace(launch, logits);
+  check_cuda(topk_forward(launch, stream), "softmax_topk_forward");
   return {std::move(values), std::move(indices), std::move(statistics)};
 }
 
@@ -101,7 +102,8 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
   params.factor = static_cast<float>(factor);
   params.logits_gradient = logits_gradient.data_ptr();
   params.logits_gradient_type = result_dtype_of(dtype, params.scores.type);
-  check_cuda(topk_backward(params, current_stream(logits)), "softmax_topk_backward");
+  check_cuda(topk_backward(plan_softmax_topk_backward(params), current_stream(logits)),
+             "softmax_topk_backward");
   return logits_gradient;
 }
 

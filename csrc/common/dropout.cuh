@@ -24,7 +24,7 @@ struct RandomWords {
   uint32_t words[4];
 
   RandomWords() = default;
-  // Of a counter and a key, which is the seed.
+  // The arguments are the counter of Philox, and its key, the seed.
   __host__ __device__ RandomWords(uint32_t key_block, uint32_t query_block, uint32_t head,
                                   uint32_t place, uint64_t seed)
       : words{key_block, query_block, head, place} {

@@ -33,7 +33,7 @@ struct Halves {
   __device__ static Pair pair(uint32_t word) { return reinterpret_cast<const Pair&>(word); }
   __device__ static uint32_t word(Pair pair) { return reinterpret_cast<const uint32_t&>(pair); }
 
-  // Of each two the larger or the smaller one, NaN only of two.
+  // The larger, or the smaller, of each two halves. It is NaN only if both are.
   __device__ static uint32_t larger(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 800
     return word(__hmax2(pair(a), pair(b)));
@@ -85,7 +85,7 @@ struct Halves {
   __device__ static uint32_t chosen(uint32_t a, uint32_t b, uint32_t is_first) {
     return (a & is_first) | (b & ~is_first);
   }
-  // Of numbers that bfloat16 has.
+  // Two floats that bfloat16 can represent.
   __device__ static uint32_t of_floats(float low, float high) {
     return upper_halves(__float_as_uint(low), __float_as_uint(high));
   }

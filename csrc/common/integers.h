@@ -26,7 +26,7 @@ struct Divider {
 
   Divider() = default;
   explicit Divider(int64_t value) : divisor(value) {
-    if (value < 1) return;  // of nothing, never asked
+    if (value < 1) return;  // a divisor of 0 is never used
     if (value > INT32_MAX) {
       shift = 31;  // what fits 31 bits is the remainder
       return;

@@ -15,7 +15,7 @@ struct Device {
   int cache_bytes = 0;          // of the L2 cache
 };
 
-// Each block takes so many bytes more of its multiprocessor, from compute capability 8.0 on.
+// Bytes of a multiprocessor that each block takes besides, from compute capability 8.0 on.
 inline constexpr int kReservedSharedBytes = 1024;
 inline constexpr int kMaxCluster = 16, kPortableCluster = 8;
 
@@ -48,7 +48,7 @@ constexpr int least_shared_bytes(int first_major, int last_major = INT32_MAX) {
   return least;
 }
 
-// Of shared memory, in a block that copies zeros from there: ZeroBlock.
+// Shared memory of a block that copies zeros from there: ZeroBlock.
 inline constexpr int kZeroBytes = 4096;
 
 }  // namespace megasoftmax

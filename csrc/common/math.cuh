@@ -7,7 +7,7 @@ namespace megasoftmax {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
-// Running maxima start here, not at -inf: a chunk of -inf then adds 0, and (-inf) - (-inf) never
+// Running maxima start here, not at -inf: a vector of -inf then adds 0, and (-inf) - (-inf) never
 // happens.
 inline constexpr float kLowest = -3.402823466e+38f;
 

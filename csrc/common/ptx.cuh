@@ -109,8 +109,8 @@ __device__ __forceinline__ void settle(uint32_t (&words)[kCount]) {
   for (uint32_t& word : words) asm volatile("" : "+r"(word));
 }
 
-// The same number in all lanes, as the compiler then knows: what follows from it takes neither
-// registers nor time of the lanes.
+// A number that all lanes have. The compiler then knows that it is the same, so what it computes
+// from it takes neither registers nor time of the lanes.
 __device__ inline uint32_t uniform(uint32_t x) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_or_sync(~0u, x);
@@ -250,7 +250,7 @@ __device__ inline void start_copy(uint32_t shared, const void* global) {
 __device__ inline void start_copy(void* shared, const void* global) {
   start_copy(shared_address(shared), global);
 }
-// Copies the first `bytes` of 16, of which the rest become 0.
+// Copies the first `bytes` of 16 bytes. The others become 0.
 __device__ inline void start_copy_of(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(bytes)
@@ -259,7 +259,7 @@ __device__ inline void start_copy_of(uint32_t shared, const void* global, int by
 __device__ inline void wait_for_copies() {
   if (kIsAmpere) asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// Copies in groups: ends one, and waits for all but the last kPending of them.
+// Copies form groups. These end a group, and wait for all groups but the last kPending.
 __device__ inline void end_copies() {
   if (kIsAmpere) asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -267,8 +267,8 @@ template <int kPending>
 __device__ inline void wait_for_older_copies() {
   if (kIsAmpere) asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
-// The same for a number that the compiler does not know, which is the same in all lanes of a warp.
-// More than kMost count as kMost: then more is waited for than needed.
+// Waits for all but the last `pending` groups, a number that all lanes of a warp have. More than
+// kMost groups count as kMost: then it waits for more than needed.
 template <int kMost>
 __device__ inline void wait_for_copies_before(int pending) {
   if constexpr (kMost == 0) {
@@ -280,7 +280,7 @@ __device__ inline void wait_for_copies_before(int pending) {
   }
 }
 
-// threadIdx.x, and what follows from it, computed where it is needed: the compiler would keep it in
+// threadIdx.x, read where it is needed. The compiler would keep it, and what depends on it, in
 // registers throughout a loop.
 __device__ inline int thread_index_anew() {
   int thread;
@@ -288,15 +288,15 @@ __device__ inline int thread_index_anew() {
   return thread;
 }
 
-// blockIdx.x likewise.
+// blockIdx.x, read where it is needed.
 __device__ inline int block_index_anew() {
   int block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
   return block;
 }
 
-// The same number, of which the compiler cannot know what follows from it: else it would compute
-// that once before a loop and keep it in registers.
+// Hides a number from the compiler, which would otherwise compute what depends on it once before a
+// loop and keep that in registers.
 __device__ inline uint32_t unknown(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -379,7 +379,7 @@ __device__ inline void add_to_global(float* pair, float first, float second) {
 #endif
 }
 
-// The same of four, which begin at a multiple of 16 bytes; of Hopper and later.
+// Adds to four floats, which begin at a multiple of 16 bytes. From compute capability 9.0 on.
 __device__ inline void add_to_global(float* four, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(four), "f"(a), "f"(b), "f"(c),
@@ -417,7 +417,7 @@ __device__ inline void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
-// The same where what others shall see are barriers that were just initialised.
+// Enough if other blocks need to see barriers only that were just initialised.
 __device__ inline void arrive_at_cluster_relaxed() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -14,9 +14,9 @@ struct Strided {
   const void* data = nullptr;
   DType type = DType::kFloat32;  // masks are bytes and have none
   int64_t batch_stride = 0, head_stride = 0, query_stride = 0, column_stride = 0;
-  // Kernels of rows read aligned chunks of 16 bytes, which may reach beside a row, but not outside
-  // of the storage. This is the last address of a row whose chunks all lie in the storage; rows at
-  // higher addresses have their last chunk read element by element. The default: there are none.
+  // Kernels of rows read aligned vectors of 16 bytes, which may reach beside a row, but not outside
+  // of the storage. This is the last address of a row whose vectors all lie in the storage; rows at
+  // higher addresses have their last vector read element by element. The default: there are none.
   uintptr_t last_whole_row = UINTPTR_MAX;
 
   // The first element of a row; of a result T is not const.
@@ -74,6 +74,15 @@ struct SinkLogit {
   bool is_given = false;  // may be -infinity all the same
 
   __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
+};
+
+// How scores become logits, besides the bias, and what joins their softmax.
+struct LogitOptions {
+  float scale = 1;
+  SinkLogit sink;
+
+  bool have_only_scale() const { return !sink.is_given; }
+  bool differ_by_head() const { return sink.data != nullptr && sink.stride != 0; }
 };
 
 // The values of the 15 random bits of an entry.

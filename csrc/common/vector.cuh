@@ -45,7 +45,7 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
     }
   }
 
-  // The same of a lane that is known at run time alone. The pack stays in registers.
+  // A lane that is known at run time only. The pack stays in registers.
   __device__ float at(int lane) const {
     uint32_t word = 0;
 #pragma unroll
@@ -183,7 +183,8 @@ __host__ __device__ decltype(auto) with_dtype(DType type, Body&& body) {
   }
 }
 
-// The same for a result of what is computed of T: T or float32, and of float32 any type.
+// Calls body with a value of a result's type. Results of T have type T or float32, and those of
+// float32 any type.
 template <class T, class Body>
 __device__ decltype(auto) with_result_dtype(DType type, Body&& body) {
   if constexpr (sizeof(T) == 2) {
@@ -222,44 +223,35 @@ __device__ inline T* keep_in_register(T* pointer) {
   return pointer;
 }
 
-// Whole packs at addresses aligned to their size, or to 16 bytes. `.cs`: used once, do not displace
-// what caches hold.
+// Load and store whole packs, at addresses that are aligned to their size or to 16 bytes.
+// kStreaming: they are used once, and do not displace what caches hold. Loads of rows that wait in
+// registers, and stores of rows that wait in the shared memory of a cluster (1%), take less time
+// without it on an H200.
 template <class T, int kElements>
-__device__ inline Pack<T, kElements> load_streaming(const T* source) {
-  using Word = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;
-  Pack<T, kElements> pack;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); ++i) {
-    reinterpret_cast<Word*>(&pack)[i] = __ldcs(reinterpret_cast<const Word*>(source) + i);
-  }
-  return pack;
-}
-// The same without a hint: rows that wait in registers took less time so on an H200.
-template <class T, int kElements>
+using PackWord = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;
+
+template <class T, int kElements, bool kStreaming = false>
 __device__ inline Pack<T, kElements> load_pack(const T* source) {
-  using Word = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;
+  const auto* const words = reinterpret_cast<const PackWord<T, kElements>*>(source);
   Pack<T, kElements> pack;
+  auto* const loaded = reinterpret_cast<PackWord<T, kElements>*>(&pack);
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); ++i)
-    reinterpret_cast<Word*>(&pack)[i] = reinterpret_cast<const Word*>(source)[i];
+  for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(*words)); ++i)
+    loaded[i] = kStreaming ? __ldcs(words + i) : words[i];
   return pack;
 }
-template <class T, int kElements>
-__device__ inline void store_streaming(T* destination, const Pack<T, kElements>& pack) {
-  using Word = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); ++i) {
-    __stcs(reinterpret_cast<Word*>(destination) + i, reinterpret_cast<const Word*>(&pack)[i]);
-  }
-}
-// The same without a hint: rows that wait in the shared memory of a cluster took 1% less time so
-// on an H200.
-template <class T, int kElements>
+template <bool kStreaming = false, class T, int kElements>
 __device__ inline void store_pack(T* destination, const Pack<T, kElements>& pack) {
-  using Word = std::conditional_t<sizeof(T) * kElements == 8, uint2, uint4>;
+  auto* const words = reinterpret_cast<PackWord<T, kElements>*>(destination);
+  const auto* const stored = reinterpret_cast<const PackWord<T, kElements>*>(&pack);
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); ++i)
-    reinterpret_cast<Word*>(destination)[i] = reinterpret_cast<const Word*>(&pack)[i];
+  for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(*words)); ++i) {
+    if constexpr (kStreaming) {
+      __stcs(words + i, stored[i]);
+    } else {
+      words[i] = stored[i];
+    }
+  }
 }
 
 // Lane j is source[j * stride] where begin <= j < end, 0 elsewhere. With kUnroll = 1 the elements
@@ -288,7 +280,7 @@ __device__ inline void store_partial(T* destination, const Pack<T, kElements>& p
   }
 }
 
-// The ends of such a range that are no whole 16 bytes.
+// Where the whole 16 bytes of a range begin and end.
 __device__ inline char* first_aligned(char* begin) {
   return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(begin) + 15) & ~uintptr_t{15});
 }
@@ -307,7 +299,7 @@ __device__ inline void fill_ends_with_zero(char* begin, char* end, int thread, i
   }
 }
 
-// Zeros to [begin, end), shared out over the threads: 16 bytes each, 2 bytes each at the ends.
+// Writes zeros to [begin, end). Each thread writes 16 bytes at a time, and 2 at the ends.
 __device__ inline void fill_zero(char* begin, char* end, int thread, int threads) {
   const auto* const stop = reinterpret_cast<uint4*>(last_aligned(end));
   auto* at = reinterpret_cast<uint4*>(first_aligned(begin)) + thread;
@@ -317,7 +309,7 @@ __device__ inline void fill_zero(char* begin, char* end, int thread, int threads
 }
 
 // Zeros in the shared memory of a block, which one thread copies to long ranges of global memory.
-// Before compute capability 9.0 the threads write them as above.
+// Before compute capability 9.0 all threads write zeros, by fill_zero.
 class ZeroBlock {
  public:
   ZeroBlock() = default;
@@ -335,7 +327,7 @@ class ZeroBlock {
     return ZeroBlock(0);
 #endif
   }
-  // As fill_zero.
+  // Does what fill_zero does.
   __device__ void fill(char* begin, char* end, int thread, int threads) const {
 #if __CUDA_ARCH__ >= 900
     if (thread == 0) {

@@ -25,7 +25,8 @@ constexpr int kMaxGpus = 64;
 std::array<Admission, 1 + kMaxGpus> admissions;
 Package bound;
 
-// Of the CPU, which only tests admit, and of each GPU; -1 for others.
+// Where the admission of a device is: the CPU, which only tests admit, then each GPU. -1 for
+// others.
 int place_of(at::Device device) {
   if (device.is_cpu()) return 0;
   const bool is_counted = device.is_cuda() && device.index() >= 0 && device.index() < kMaxGpus;

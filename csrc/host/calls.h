@@ -20,7 +20,7 @@ inline constexpr int kModuleArguments = 3;
 PyObject* attention(PyObject* const* arguments);
 inline constexpr int kAttentionArguments = 14;
 
-// The same with the output as layers go on with it, [batch, queries, heads, dim], contiguous.
+// Attention with a contiguous output [batch, queries, heads, dim], as layers go on with it.
 PyObject* attention_transposed(PyObject* const* arguments);
 
 // Whether attention of the same arguments would be served.

@@ -25,7 +25,7 @@ struct Name {
   const char *name, *overload = "";
 };
 
-// Of the ops in the order of `Operator`.
+// Names of the ops, in the order of `Operator`.
 inline constexpr Name kNames[kOperators] = {
     {"softmax_forward"},       {"softmax_forward", "alone"}, {"softmax_backward"},
     {"attention_forward"},     {"attention_backward"},       {"softmax_topk_forward"},
@@ -39,7 +39,7 @@ void bind(const std::string& name_space, PyObject* backward);
 // The results of an op, below autograd.
 Stack run(Operator which, Stack arguments);
 
-// The same of a backward op that autograd calls. `type_at` is where the arguments have a type.
+// The results of a backward op that autograd calls. `type_at` is where the arguments have a type.
 Stack run_backward(Operator which, Stack arguments, int type_at = -1);
 
 }  // namespace megasoftmax::host

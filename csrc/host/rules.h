@@ -20,13 +20,14 @@ inline Tensor zeros_like_expanded(const Tensor& output) {
   return at::zeros({}, output.options()).expand(output.sizes());
 }
 
-// What the rows [..., heads, queries] that share a sink add up to, in its shape and type.
-inline Tensor sum_over_rows(const Tensor& rows, const Tensor& sink) {
-  if (sink.numel() == 1) return rows.sum().reshape(sink.sizes()).to(sink.scalar_type());
+// The sum of rows [..., heads, queries] in the shape and type of `like`, which all rows share, or
+// those of a head.
+inline Tensor sum_over_rows(const Tensor& rows, const Tensor& like) {
+  if (like.numel() == 1) return rows.sum().reshape(like.sizes()).to(like.scalar_type());
   std::vector<int64_t> others;
   for (int64_t dim = 0; dim < rows.dim(); ++dim)
     if (dim != rows.dim() - 2) others.push_back(dim);
-  return rows.sum(others).to(sink.scalar_type());
+  return rows.sum(others).to(like.scalar_type());
 }
 
 inline bool wants_gradient(const std::optional<Tensor>& tensor) {

@@ -66,7 +66,7 @@ struct Softmax : torch::autograd::Function<Softmax> {
     context->save_for_backward(
         {results[0], wants_sink ? results[1] : Tensor(), wants_sink ? *sink : Tensor(),
          options.visible.first.value_or(Tensor()), options.visible.end.value_or(Tensor())});
-    // Of the bias only shape and type matter: it is not kept, and may change before the backward.
+    // Only shape and type of the bias matter. It is not kept, and may change before the backward.
     // The sizes are a tuple, because compiled autograd takes no list within one.
     c10::IValue bias_type, bias_sizes;
     if (wants_bias) {

@@ -1,8 +1,8 @@
 #pragma once
-// The gradient of a bias that was broadcast: its owner takes the rows that share a row of it in
-// turn, and sums their dz.
+// The gradient of a broadcast bias: the owner of a bias row takes the rows that share it one after
+// the other, and sums their dz.
 
-#include "chunks.cuh"
+#include "row_vectors.cuh"
 
 namespace megasoftmax {
 
@@ -12,13 +12,13 @@ template <KernelShape kShape, int kElements>
 struct BiasGradient {
   static constexpr bool kPresent = true;
   static constexpr bool kInRegisters = kShape.storage == Storage::kRegisters;
-  static constexpr int kChunks = kInRegisters ? kShape.chunks_per_thread : 1;
+  static constexpr int kVectors = kInRegisters ? kShape.vectors_per_thread : 1;
   static constexpr int kThreads = kShape.threads_per_row;
 
   // Its sums need registers.
   static constexpr int blocks_per_sm() { return (kShape.blocks_per_sm + 1) / 2; }
 
-  float sums[kChunks][kElements] = {};
+  float sums[kVectors][kElements] = {};
   const BackwardParams& params;
   int64_t owner;
 
@@ -50,7 +50,7 @@ struct BiasGradient {
         const RowWriter<decltype(tag), kElements> writer(params.bias_gradient, owner * columns(),
                                                          columns(), columns() % kElements == 0);
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
+        for (int i = 0; i < kVectors; ++i) {
           const int column = (i * kThreads + thread) * kElements;
           if (column < columns()) writer.store(column, sums[i]);
         }
@@ -69,8 +69,8 @@ struct NoBiasGradient {
   __device__ void finish(int) {}
 };
 
-// The rows that share a row of the bias gradient, in turn; a split counts as a batch. Without one,
-// a single row.
+// The rows that share a row of the bias gradient, one after the other. A split counts as a batch.
+// Without one, a single row.
 template <bool kSumsBias>
 struct RowsOfOwner {
   RowIndex base;
@@ -82,19 +82,19 @@ struct RowsOfOwner {
       base.batch -= split * static_cast<int>(params.bias_shape.batches);
     }
   }
-  __device__ static int64_t turns(const BackwardParams& params) {
+  __device__ static int64_t iterations(const BackwardParams& params) {
     return kSumsBias ? params.rows_per_split : 1;
   }
-  // Is there a row at that turn? Splits need not be equally large.
-  __device__ bool has(const BackwardParams& params, int64_t turn) const {
-    return kSumsBias ? turn < params.rows_per_split &&
-                           split * params.rows_per_split + turn < params.rows_per_owner
-                     : turn == 0;
+  // Has the owner a row for this iteration? Splits need not be equally large.
+  __device__ bool has(const BackwardParams& params, int64_t iteration) const {
+    return kSumsBias ? iteration < params.rows_per_split &&
+                           split * params.rows_per_split + iteration < params.rows_per_owner
+                     : iteration == 0;
   }
-  __device__ RowIndex at(const BackwardParams& params, int64_t turn) const {
+  __device__ RowIndex at(const BackwardParams& params, int64_t iteration) const {
     if constexpr (!kSumsBias) return base;
     int64_t plane, batch, head, query;
-    params.shared_by_queries.split(split * params.rows_per_split + turn, plane, query);
+    params.shared_by_queries.split(split * params.rows_per_split + iteration, plane, query);
     params.shared_by_heads.split(plane, batch, head);
     return {base.batch + static_cast<int>(batch), base.head + static_cast<int>(head),
             base.query + static_cast<int>(query)};

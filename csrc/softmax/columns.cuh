@@ -12,8 +12,8 @@
 #include "../common/device.h"
 #include "../common/launch.cuh"
 #include "columns_tile.cuh"
+#include "denominator.cuh"
 #include "plan.h"
-#include "sink.cuh"
 
 namespace megasoftmax {
 
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kColumnsThreads,
   const float sign = params.scale < 0 ? -1.f : 1.f;
   tile.merge(sums, exponent, shared + Tile::kept_bytes(tiling.policy, 1),
              [&](MaxAndSum total, int64_t column, bool is_inside) {
-               const Denominator denominator(total, exponent, SinkLogit{}, 0);
+               const Denominator denominator(total, exponent);
                if (params.log_sum_exp != nullptr && tile.rank == 0 && is_inside)
                  params.log_sum_exp[column] = denominator.log_sum_exp();
                return MaxAndSum{sign * total.max, denominator.factor};

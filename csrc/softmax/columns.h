@@ -1,7 +1,7 @@
 #pragma once
 // Softmax over a dimension that is not the last: of tensors seen as [outer, length, inner], over
-// `length`. The formulas are those of forward.cuh and backward.cuh without mask, bias, window and
-// sink. Entry points launch on `stream`, allocate nothing and never synchronise.
+// `length`. The formulas are those of forward.cuh and backward.cuh with nothing but a scale. Entry
+// points launch on `stream`, allocate nothing and never synchronise.
 
 #include <cuda_runtime_api.h>
 

@@ -5,61 +5,66 @@
 
 #include "../common/launch.cuh"
 #include "backward.cuh"
-#include "dense.cuh"
+#include "contiguous.cuh"
 #include "flat.cuh"
 #include "forward.cuh"
 #include "plan.h"
 
 namespace megasoftmax {
 
-// Launches one owner per query, head and batch of `shape`, in slices that a
-// grid can hold.
+// Launches persistent blocks: as many as run at a time.
+template <class Params>
+cudaError_t launch_persistent(void (*kernel)(Params, Schedule), const Plan& plan,
+                              cudaStream_t stream, const Params& params) {
+  Schedule schedule = plan.schedule;
+  const bool is_spread = !schedule.is_cluster;  // over the whole GPU
+  int64_t resident = 0;
+  MEGASOFTMAX_RETURN_IF_ERROR(resident_clusters(kernel, plan.threads, plan.shared_bytes,
+                                                is_spread ? 1 : schedule.blocks_per_row,
+                                                plan.multiprocessors, resident));
+  schedule.rows = static_cast<int>(plan.owners.rows());
+  schedule.queries = Divider(plan.owners.queries);
+  schedule.heads = Divider(plan.owners.heads);
+  const int64_t most = is_spread ? schedule.owners : schedule.rows;
+  schedule.owners = static_cast<int>(std::clamp<int64_t>(resident, 1, most));
+  if (is_spread) {
+    schedule.blocks_per_row = static_cast<int>(
+        std::clamp<int64_t>(resident / schedule.owners, 1, schedule.blocks_per_row));
+  }
+  schedule.divide_segments = Divider(schedule.blocks_per_row);
+  const dim3 grid(static_cast<unsigned>(schedule.owners * schedule.blocks_per_row));
+  return launch(kernel, grid, dim3(plan.threads), plan.shared_bytes,
+                is_spread ? Together::kAll : Together::kInClusters, schedule.blocks_per_row, stream,
+                params, schedule);
+}
+
+// Launches blocks for each query, head and batch of plan.owners, in slices that a grid can hold.
 template <class Params>
 cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& kernel_shape,
-                        const Shape& shape, int64_t queries_per_tile, const Plan& plan,
-                        cudaStream_t stream, const Params& params) {
+                        const Plan& plan, cudaStream_t stream, const Params& params) {
+  if (kernel_shape.is_persistent) return launch_persistent(kernel, plan, stream, params);
   constexpr int64_t kMaxYZ = 65535;
-  const int64_t blocks = blocks_of_queries(kernel_shape, plan.kind, shape.queries);
+  const Shape& owners = plan.owners;
+  const int64_t blocks = plan.blocks_per_head;
   Schedule schedule = plan.schedule;
-  if (kernel_shape.takes_turns) {
-    const bool is_spread = !schedule.is_cluster;
-    int64_t resident = 0;  // as many as run at a time
-    MEGASOFTMAX_RETURN_IF_ERROR(resident_clusters(kernel, kernel_shape.threads(), plan.shared_bytes,
-                                                  schedule.is_cluster ? schedule.blocks_per_row : 1,
-                                                  plan.multiprocessors, resident));
-    schedule.rows = static_cast<int>(shape.rows());
-    schedule.queries = Divider(shape.queries);
-    schedule.heads = Divider(shape.heads);
-    const int64_t most = is_spread ? schedule.owners : schedule.rows;
-    schedule.owners = static_cast<int>(std::clamp<int64_t>(resident, 1, most));
-    if (is_spread) {
-      schedule.blocks_per_row = static_cast<int>(
-          std::clamp<int64_t>(resident / schedule.owners, 1, schedule.blocks_per_row));
-    }
-    schedule.units = Divider(schedule.blocks_per_row);
-    const dim3 grid(static_cast<unsigned>(schedule.owners * schedule.blocks_per_row));
-    return launch(kernel, grid, dim3(kernel_shape.threads()), plan.shared_bytes,
-                  is_spread ? Together::kAll : Together::kInClusters, schedule.blocks_per_row,
-                  stream, params, schedule);
-  }
-  schedule.units = Divider(schedule.blocks_per_row);
-  const int64_t wanted = blocks_of_queries(kernel_shape, plan.kind, queries_per_tile);
+  schedule.divide_segments = Divider(schedule.blocks_per_row);
+  const int64_t wanted = blocks_of_queries(kernel_shape, plan.kind, plan.queries_per_tile);
   const int64_t per_tile = std::max(std::min(blocks, wanted), divide_up<int64_t>(blocks, kMaxYZ));
   schedule.blocks_per_tile = static_cast<int>(per_tile);
   schedule.last_first = params.window.left < 0 && params.window.right >= 0;
   schedule.tiles = Divider(divide_up(blocks, per_tile));
   const Together together = schedule.is_cluster ? Together::kInClusters : Together::kNot;
   const int64_t batches_per_launch = std::max<int64_t>(kMaxYZ / schedule.tiles.divisor, 1);
-  for (int64_t batch = 0; batch < shape.batches; batch += batches_per_launch) {
-    for (int64_t head = 0; head < shape.heads; head += kMaxYZ) {
-      const int64_t batches = std::min(shape.batches - batch, batches_per_launch);
+  for (int64_t batch = 0; batch < owners.batches; batch += batches_per_launch) {
+    for (int64_t head = 0; head < owners.heads; head += kMaxYZ) {
+      const int64_t batches = std::min(owners.batches - batch, batches_per_launch);
       const dim3 grid(static_cast<unsigned>(per_tile * schedule.blocks_per_row),
-                      static_cast<unsigned>(std::min(shape.heads - head, kMaxYZ)),
+                      static_cast<unsigned>(std::min(owners.heads - head, kMaxYZ)),
                       static_cast<unsigned>(batches * schedule.tiles.divisor));
       schedule.first = {static_cast<int>(batch), static_cast<int>(head), 0};
-      MEGASOFTMAX_RETURN_IF_ERROR(launch(kernel, grid, dim3(kernel_shape.threads()),
-                                         plan.shared_bytes, together, schedule.blocks_per_row,
-                                         stream, params, schedule));
+      MEGASOFTMAX_RETURN_IF_ERROR(launch(kernel, grid, dim3(plan.threads), plan.shared_bytes,
+                                         together, schedule.blocks_per_row, stream, params,
+                                         schedule));
     }
   }
   return cudaSuccess;
@@ -67,24 +72,24 @@ cudaError_t launch_rows(void (*kernel)(Params, Schedule), const KernelShape& ker
 
 template <class T, class Mask, class Bias>
 cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaStream_t stream) {
-  const int64_t tile = queries_per_tile(params);
-  return with_regime(kForwardRegimes, plan.regime, [&]<int kIndex>() {
-    constexpr RowRegime kRegime = kForwardRegimes[kIndex];
-    constexpr unsigned kPossible = Mask::kDrops          ? kDropped
-                                   : Bias::kPresent      ? kCostly | kNarrow
-                                   : Mask::kPresent      ? kMasked | kCostly | kNarrow
-                                   : Mask::kMayHaveRange ? kLimited | kNarrow
-                                                         : kPlain | kUneven | kLimited | kNarrow |
-                                                               kTiny | kDense | kDenseUneven;
-    if constexpr ((kRegime.serves & kPossible) == 0) {
+  return with_regime(kForwardShapes, kForwardRegimes[plan.regime].shape, [&]<int kIndex>() {
+    constexpr RowShape kShape = kForwardShapes[kIndex];
+    constexpr unsigned kPossible =
+        Mask::kDrops     ? kDropped
+        : Bias::kPresent ? kBiasOrRaggedMask | kWindowed
+        : Mask::kPresent ? kMasked | kBiasOrRaggedMask | kWindowed
+        : Mask::kMayHaveRange
+            ? kLimited | kWindowed
+            : kUnmasked | kRagged | kLimited | kWindowed | kTiny | kContiguous | kContiguousRagged;
+    if constexpr ((rows_of_shape(kForwardRegimes, kIndex) & kPossible) == 0) {
       return cudaErrorInvalidValue;  // never chosen
-    } else if constexpr (kRegime.storage == Storage::kTile) {
+    } else if constexpr (kShape.storage == Storage::kTile) {
       return launch_flat_forward<T>(params, stream);
-    } else if constexpr (kRegime.storage == Storage::kDense) {
-      return launch_dense_forward<T, kIndex>(params, plan, stream);
+    } else if constexpr (kShape.storage == Storage::kContiguous) {
+      return launch_contiguous_forward<T, kIndex>(params, plan, stream);
     } else {
-      return launch_rows(softmax_forward_kernel<T, Mask, Bias, kernel_of(kForwardRegimes, kIndex)>,
-                         kRegime.shape(), params.shape, tile, plan, stream, params);
+      return launch_rows(softmax_forward_kernel<T, Mask, Bias, kernel_of(kForwardShapes, kIndex)>,
+                         kShape.kernel(), plan, stream, params);
     }
   });
 }
@@ -137,27 +142,25 @@ cudaError_t softmax_dropout_forward_instance(const ForwardParams& params, const 
 
 template <class Inputs, template <KernelShape, int> class BiasGradientOf>
 cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
-  return with_regime(kBackwardRegimes, plan.regime, [&]<int kIndex>() {
-    constexpr RowRegime kRegime = kBackwardRegimes[kIndex];
+  return with_regime(kBackwardShapes, kBackwardRegimes[plan.regime].shape, [&]<int kIndex>() {
+    constexpr RowShape kShape = kBackwardShapes[kIndex];
     using T = typename Inputs::Element;
-    using Biases = BiasGradientOf<kRegime.shape(), kPackElements<T>>;
-    constexpr unsigned kPossible = Inputs::kDrops
-                                       ? (Biases::kPresent ? kDroppedBiasGradient : kDropped)
-                                       : (Biases::kPresent ? kBiasGradient
-                                                           : kPlain | kUneven | kLimited | kNarrow |
-                                                                 kTiny | kDense | kDenseUneven);
-    if constexpr ((kRegime.serves & kPossible) == 0) {
+    using Biases = BiasGradientOf<kShape.kernel(), kPackElements<T>>;
+    constexpr unsigned kPossible =
+        Inputs::kDrops ? (Biases::kPresent ? kDroppedBiasGradient : kDropped)
+                       : (Biases::kPresent ? kBiasGradient
+                                           : kUnmasked | kRagged | kLimited | kWindowed | kTiny |
+                                                 kContiguous | kContiguousRagged);
+    if constexpr ((rows_of_shape(kBackwardRegimes, kIndex) & kPossible) == 0) {
       return cudaErrorInvalidValue;  // never chosen
-    } else if constexpr (kRegime.storage == Storage::kTile) {
+    } else if constexpr (kShape.storage == Storage::kTile) {
       return launch_flat_backward<T>(params, stream);
-    } else if constexpr (kRegime.storage == Storage::kDense) {
-      return launch_dense_backward<T, kIndex>(params, plan, stream);
+    } else if constexpr (kShape.storage == Storage::kContiguous) {
+      return launch_contiguous_backward<T, kIndex>(params, plan, stream);
     } else {
-      Shape owners = params.bias_shape;
-      owners.batches *= params.splits;
       return launch_rows(
-          softmax_backward_kernel<Inputs, BiasGradientOf, kernel_of(kBackwardRegimes, kIndex)>,
-          kRegime.shape(), owners, owners.queries, plan, stream, params);
+          softmax_backward_kernel<Inputs, BiasGradientOf, kernel_of(kBackwardShapes, kIndex)>,
+          kShape.kernel(), plan, stream, params);
     }
   });
 }
@@ -166,9 +169,8 @@ template <class T>
 cudaError_t softmax_backward_instance(const BackwardParams& params, const Plan& plan,
                                       cudaStream_t stream) {
   using Inputs = ProbabilitiesRead<T>;
-  return params.bias_gradient == nullptr
-             ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
-             : launch_backward<Inputs, BiasGradient>(params, plan, stream);
+  return !params.has_bias_gradient ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
+                                   : launch_backward<Inputs, BiasGradient>(params, plan, stream);
 }
 
 template <class T>
@@ -176,9 +178,8 @@ cudaError_t softmax_biased_dropout_backward_instance(const BackwardParams& param
                                                      cudaStream_t stream) {
   const auto launch_with_bias = [&]<class Bias>() {
     using Inputs = ProbabilitiesMadeAgain<T, PossibleMask, Bias>;
-    return params.bias_gradient == nullptr
-               ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
-               : launch_backward<Inputs, BiasGradient>(params, plan, stream);
+    return !params.has_bias_gradient ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
+                                     : launch_backward<Inputs, BiasGradient>(params, plan, stream);
   };
   if (params.bias.type == DType::kFloat32)
     return launch_with_bias.template operator()<AddedBias<float>>();

@@ -4,16 +4,16 @@
 // One call of Philox decides 2 x 4 entries, 8 rows and 8 columns apart. So 8 calls decide a block,
 // 32 consecutive columns, of both rows. The lanes share out the calls of the blocks that rows see.
 // A lane then has entries of one column of 8, and exchanges bits with others until it has those of
-// its chunks, 8 consecutive columns: two or three shuffles for 32 entries. Chunks begin at blocks.
-//
-// Lanes have one row together, of which they use half of the words; or, where 16 lanes have a row,
-// the lanes of a warp have two rows, 8 apart, and use all words.
+// its vectors, 8 consecutive columns: two or three shuffles for 32 entries. Vectors begin at
+// blocks.
+// The lanes of a warp have one row and use half of the words. If 16 lanes have a row, a warp has
+// two rows, 8 apart, and uses all words.
 
 #include <climits>
 
 #include "../common/dropout.cuh"
 #include "../common/ptx.cuh"
-#include "chunks.cuh"
+#include "row_vectors.cuh"
 
 namespace megasoftmax {
 
@@ -33,32 +33,32 @@ struct AllEntries {
   __device__ static constexpr float factor(const Params&) {
     return 1.f;
   }
-  template <int kLanes, bool kIsPair, int kElements, int kChunks>
-  __device__ Kept<kElements * kChunks> of_batch(int, int) const {
+  template <int kLanes, bool kIsPair, int kElements, int kVectors>
+  __device__ Kept<kElements * kVectors> of_tile(int, int) const {
     return {};
   }
 };
 
-// Chunks of a row from the beginning of a block on: the columns of block b begin at 32 * b, and of
+// Vectors of a row from the beginning of a block on: the columns of block b begin at 32 * b, and of
 // a row that is not aligned so do those behind the phase.
 template <int kElements>
-struct BlockGrid : ChunkGrid<kElements> {
+struct BlockGrid : VectorGrid<kElements> {
   __device__ static BlockGrid aligned_to(int64_t first_element, int columns) {
-    return {ChunkGrid<kElements>::aligned_to(first_element, columns)};
+    return {VectorGrid<kElements>::aligned_to(first_element, columns)};
   }
   __device__ int begin(const Bounds& bounds) const {
     return (bounds.begin & -kDropoutColumns) - this->phase;
   }
 };
 
-// Bits of a lane's entries. Entry j of chunk i has number e = i * kElements + j, and bit e / 4 % 8
+// Bits of a lane's entries. Entry j of vector i has number e = i * kElements + j, and bit e / 4 % 8
 // of byte e % 4 of word e / 32.
 template <int kEntries>
 struct KeptBits {
   static constexpr int kWords = (kEntries + 31) / 32;
   uint32_t words[kWords];
 
-  // Zeros to the lanes of a pack, chunk i, that are dropped.
+  // Zeros to the lanes of a pack, vector i, that are dropped.
   template <class T, int kElements>
   __device__ void drop(int i, Pack<T, kElements>& pack) const {
 #pragma unroll
@@ -93,22 +93,22 @@ class KeptEntries {
             static_cast<uint32_t>(index.batch * static_cast<int>(params.shape.heads) + index.head)),
         query_(static_cast<uint32_t>(index.query)) {}
 
-  // Of what is kept.
+  // What kept entries are multiplied by.
   template <class Params>
   __device__ static float factor(const Params& params) {
     return params.dropout.factor;
   }
 
-  // Of the chunks from column `first` of a BlockGrid on, which kLanes lanes take in turn;
-  // unspecified from `end` on. kIsPair: the two rows of a warp lie 8 apart, and `first` is the same
-  // for both.
-  template <int kLanes, bool kIsPair, int kElements, int kChunks>
-  __device__ KeptBits<kElements * kChunks> of_batch(int first, int end) const {
+  // Bits of the vectors from column `first` of a BlockGrid on, which kLanes lanes take in turn.
+  // They are unspecified from `end` on. kIsPair: the two rows of a warp lie 8 apart, and `first` is
+  // the same for both.
+  template <int kLanes, bool kIsPair, int kElements, int kVectors>
+  __device__ KeptBits<kElements * kVectors> of_tile(int first, int end) const {
     static_assert(!kIsPair || kLanes == 16);
     constexpr int kStep = kPlaces / kElements;  // lanes for 8 columns
     constexpr int kCallsPerWord = kIsPair ? 4 : 8;
-    constexpr int kCalls = kElements * kChunks * kCallsPerWord / 32;
-    static_assert(kCalls % 2 == 0 && (kIsPair || kElements * kChunks <= 32));
+    constexpr int kCalls = kElements * kVectors * kCallsPerWord / 32;
+    static_assert(kCalls % 2 == 0 && (kIsPair || kElements * kVectors <= 32));
     constexpr int kColumnsOfTwoCalls = kLanes * (kIsPair ? 16 : 8);
 
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -117,7 +117,7 @@ class KeptEntries {
     const int phase = first_block * kDropoutColumns - first;
     const int columns = largest_of_lanes(end - first);
 
-    // Which calls this lane makes. Its chunks are those of lane / kStep % 4 of the steps of a
+    // Which calls this lane makes. Its vectors are those of lane / kStep % 4 of the steps of a
     // block.
     const int own_block = first_block + lane % (kIsPair ? 16 * kStep : kLanes) / (4 * kStep);
     const int own_place = lane / kStep % 4 +
@@ -126,7 +126,7 @@ class KeptEntries {
                                           : 0) -
                           phase;
     const auto call = [&](int number) {
-      constexpr bool kIsSplit = !kIsPair && kStep == 1;  // two calls for a chunk of a lane
+      constexpr bool kIsSplit = !kIsPair && kStep == 1;  // two calls for a vector of a lane
       const int block = own_block + (kIsPair    ? number * 4
                                      : kIsSplit ? (number >> 1) * (kLanes / 4)
                                                 : number * (kLanes / 8));
@@ -135,7 +135,7 @@ class KeptEntries {
     };
     const auto two_calls = [&](int number) { return call(number) | call(number + 1); };
 
-    KeptBits<kElements * kChunks> kept = {};
+    KeptBits<kElements * kVectors> kept = {};
 #pragma unroll
     for (int number = 0; number < kCalls; number += 2) {
       if (number / 2 * kColumnsOfTwoCalls < columns)
@@ -145,9 +145,9 @@ class KeptEntries {
     for (uint32_t& word : kept.words) word = exchanged<kIsPair, kStep>(word);
     if (phase > 0) {
       // The first entries of 8 columns are found 8 columns on: those of the lane before are theirs,
-      // and of the first lane those of the last lane's chunk before. Its first chunk shows them
-      // only in a batch that is not the row's first.
-      constexpr int kBits = kElements / 4;  // of a chunk in a byte
+      // and of the first lane those of the last lane's vector before. Its first vector shows them
+      // only in a warp tile that is not the row's first.
+      constexpr int kBits = kElements / 4;  // of a vector in a byte
       constexpr uint32_t kLow = 0x01010101u * ((1 << kBits) - 1);
       uint32_t firsts = 0;
 #pragma unroll
@@ -215,7 +215,7 @@ class KeptEntries {
   uint32_t complement_, head_, query_;
 };
 
-// Pairs of queries take turns in this order: 0, 8, 1, 9, 2 ... of each 16.
+// Queries of pairs come in this order: 0, 8, 1, 9, 2 ... of each 16.
 __device__ inline int query_in_pairs(int number) {
   return (number & ~15) | (number >> 1 & 7) | (number & 1) << 3;
 }

@@ -2,8 +2,8 @@
 // Softmax of tiny rows, forward and backward, by the formulas of forward.cuh and backward.cuh
 // without mask, bias and window.
 //
-// A block takes a tile of consecutive rows, which is contiguous, through shared memory in chunks of
-// 16 bytes, so that odd lengths cost device memory nothing: 4 bytes per element of a 2-byte type
+// A block takes a tile of consecutive rows, which is contiguous, through shared memory in vectors
+// of 16 bytes, so that odd lengths cost device memory nothing: 4 bytes per element of a 2-byte type
 // forward, 6 backward. In shared memory 1, 2, 4 ... or 32 lanes own a row, at most 16 elements
 // each.
 
@@ -13,9 +13,9 @@
 #include "../common/launch.cuh"
 #include "../common/reduce.cuh"
 #include "../common/vector.cuh"
+#include "denominator.cuh"
 #include "limits.h"
 #include "params.h"
-#include "sink.cuh"
 
 namespace megasoftmax {
 
@@ -24,15 +24,15 @@ inline constexpr int kFlatMinLaneElements = 8, kFlatMaxLaneElements = 16;
 // Shared memory of a block. With half of it 33 columns take 8% longer: starting a block costs as
 // much as much of its work. The most rows of a tile keep enough blocks where rows are tiniest.
 inline constexpr int kFlatTileBytes = 32768, kFlatMaxRows = 2048;
-// Where rows are few, tiles are smaller, so that there are about so many.
+// If rows are few, tiles are smaller, so that there are about this many.
 inline constexpr int kFlatTiles = 256;
 
 struct FlatTiles {
   int64_t rows;
   int rows_per_tile, row_bytes, output_row_bytes;
-  // In shared memory: the second input follows the first, the output takes the place of the first
-  // where elements have one size, and sinks come last.
-  int input_bytes, output_offset, sinks_offset;
+  // In shared memory. The second input follows the first. The output takes the place of the first
+  // if its elements have the same size. Options of rows come last.
+  int input_bytes, output_offset, options_offset;
   Divider queries, heads;  // for the head of a row
 };
 
@@ -73,28 +73,28 @@ struct FlatTile {
       __stcs(reinterpret_cast<Word*>(to + i), *reinterpret_cast<const Word*>(shared + i));
     });
   }
-  __device__ void load_sinks(float* sinks, const SinkLogit& sink) const {
-    for (int row = threadIdx.x; row < rows; row += kFlatThreads) {
+  __device__ void load_options(const TileOptions& options) const {
+    options.load(rows, kFlatThreads, [&](int row) {
       int64_t plane, query, batch, head;
       tiles.queries.split(first_row + row, plane, query);
       tiles.heads.split(plane, batch, head);
-      sinks[row] = sink_logit(sink, head);
-    }
+      return head;
+    });
   }
 };
 
-// The lanes of a row take its units of kUnit elements in turn, kElements each. The rows that a warp
-// has at a time lie apart: where a row's number of units is odd, they fall into different
-// banks. Rows behind the tensor's end are computed too, on whatever shared memory holds.
-template <int kLanesPerRow, int kUnitElements, int kElements>
+// The lanes of a row take its pieces of kPiece elements in turn, kElements each. The rows that a
+// warp has at a time lie apart, so that rows of an odd number of pieces fall into different banks.
+// Rows behind the end of the tensor are computed too, on whatever shared memory holds.
+template <int kLanesPerRow, int kPieceElements, int kElements>
 struct FlatRow {
-  static constexpr int kLanes = kLanesPerRow, kUnit = kUnitElements, kUnits = kElements / kUnit;
+  static constexpr int kLanes = kLanesPerRow, kPiece = kPieceElements, kPieces = kElements / kPiece;
   static constexpr int kRowsAtATime = kFlatThreads / kLanes;
-  // Kernels exist for every so many elements per lane, so that all but the last are certainly of
-  // the row and need no check, which costs a third of an element's arithmetic.
-  static constexpr int kStep = kUnit < 2 ? 2 : kUnit;
+  // There is a kernel for each multiple of kStep elements per lane. So all but the last ones
+  // certainly belong to the row and need no check, which costs a third of an element's arithmetic.
+  static constexpr int kStep = kPiece < 2 ? 2 : kPiece;
   static constexpr int kCertain = kElements == kFlatMinLaneElements ? 0 : kElements - kStep;
-  using Values = float[kUnits][kUnit];
+  using Values = float[kPieces][kPiece];
 
   int columns, lane, first_row;
 
@@ -105,39 +105,39 @@ struct FlatRow {
   }
 
   template <class Body>
-  __device__ void for_units(Body&& body) const {
+  __device__ void for_pieces(Body&& body) const {
 #pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      const int element = (k * kLanes + lane) * kUnit;
-      if (k * kUnit < kCertain || element < columns) body(k, element);
+    for (int k = 0; k < kPieces; ++k) {
+      const int element = (k * kLanes + lane) * kPiece;
+      if (k * kPiece < kCertain || element < columns) body(k, element);
     }
   }
   template <class Body>
   __device__ static void for_values(Body&& body) {
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) body(i / kUnit, i % kUnit);
+    for (int i = 0; i < kElements; ++i) body(i / kPiece, i % kPiece);
   }
 
   template <class T>
   __device__ void read(const T* row, float missing, Values& values) const {
     for_values([&](int k, int j) { values[k][j] = missing; });
-    for_units([&](int k, int element) {
-      if constexpr (kUnit == 1) {
+    for_pieces([&](int k, int element) {
+      if constexpr (kPiece == 1) {
         values[k][0] = to_float(row[element]);
       } else {
-        const auto pack = *reinterpret_cast<const Pack<T, kUnit>*>(row + element);
+        const auto pack = *reinterpret_cast<const Pack<T, kPiece>*>(row + element);
 #pragma unroll
-        for (int j = 0; j < kUnit; ++j) values[k][j] = pack[j];
+        for (int j = 0; j < kPiece; ++j) values[k][j] = pack[j];
       }
     });
   }
   template <class T>
   __device__ void write(T* row, const Values& values) const {
-    for_units([&](int k, int element) {
-      if constexpr (kUnit == 1) {
+    for_pieces([&](int k, int element) {
+      if constexpr (kPiece == 1) {
         row[element] = static_cast<T>(values[k][0]);
       } else {
-        *reinterpret_cast<Pack<T, kUnit>*>(row + element) = Pack<T, kUnit>::round(values[k]);
+        *reinterpret_cast<Pack<T, kPiece>*>(row + element) = Pack<T, kPiece>::round(values[k]);
       }
     });
   }
@@ -150,9 +150,9 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(5, kFlatT
   extern __shared__ __align__(16) char shared[];
   const FlatTile tile(tiles);
   const Row owner(static_cast<int>(params.shape.columns));
-  auto* const sinks = reinterpret_cast<float*>(shared + tiles.sinks_offset);
+  const TileOptions options(params, shared + tiles.options_offset);
   tile.start_load(shared, params.scores.data);
-  if (params.sink.data != nullptr) tile.load_sinks(sinks, params.sink);
+  if (options.need_loading()) tile.load_options(options);
   wait_for_copies();
   __syncthreads();
 
@@ -168,12 +168,10 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(5, kFlatT
     owner.for_values([&](int k, int j) { sum += z[k][j] = exponent(z[k][j], max); });
     sum = warp_sum<Row::kLanes>(sum);
 
-    SinkLogit sink;
-    sink.value = params.sink.data != nullptr ? sinks[row] : params.sink.value;
-    const Denominator denominator({max, sum}, exponent, sink, 0);
+    const Denominator denominator({max, sum}, exponent, options.of_row(row));
     if (params.log_sum_exp != nullptr && owner.lane == 0 && row < tile.rows)
       params.log_sum_exp[tile.first_row + row] = denominator.log_sum_exp();
-    // Of an empty row it is infinite, and 0 times that is NaN.
+    // The factor of an empty row is infinite, and 0 times that is NaN.
     const float factor = denominator.is_empty() && params.can_exclude ? 0.f : denominator.factor;
     owner.for_values([&](int k, int j) { z[k][j] *= factor; });
     with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
@@ -192,10 +190,10 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(4, kFlatT
   extern __shared__ __align__(16) char shared[];
   const FlatTile tile(tiles);
   const Row owner(static_cast<int>(params.shape.columns));
-  auto* const sinks = reinterpret_cast<float*>(shared + tiles.sinks_offset);
+  const TileOptions options(params, shared + tiles.options_offset);
   tile.start_load(shared, params.gradient.data);
   tile.start_load(shared + tiles.input_bytes, params.probabilities.data);
-  if (params.sink.data != nullptr) tile.load_sinks(sinks, params.sink);
+  if (options.need_loading()) tile.load_options(options);
   wait_for_copies();
   __syncthreads();
 
@@ -211,11 +209,8 @@ __global__ void __launch_bounds__(kFlatThreads, (blocks_with_registers(4, kFlatT
     const int64_t global_row = tile.first_row + row;
     if (params.log_sum_exp_gradient != nullptr && row < tile.rows)
       d -= params.log_sum_exp_gradient[global_row];
-    if (params.sink_gradient != nullptr && owner.lane == 0 && row < tile.rows) {
-      const float sink = params.sink.data != nullptr ? sinks[row] : params.sink.value;
-      const float share = exp2_approximate((sink - params.log_sum_exp[global_row]) * kLog2E);
-      params.sink_gradient[global_row] = sink == -INFINITY ? 0.f : -share * d;
-    }
+    if (params.sink_gradient != nullptr && owner.lane == 0 && row < tile.rows)
+      write_sink_gradient(params, global_row, d, options.logit_of(row));
     owner.for_values([&](int k, int j) {
       g[k][j] = p[k][j] != 0.f ? p[k][j] * (g[k][j] - d) * params.scale : 0.f;
     });
@@ -246,45 +241,45 @@ cudaError_t launch_flat(void (*kernel)(Params, FlatTiles), int inputs, DType out
   tiles.rows_per_tile = Row::kRowsAtATime * static_cast<int>(std::max<int64_t>(times, 1));
   tiles.input_bytes = tiles.rows_per_tile * tiles.row_bytes;
   tiles.output_offset = in_place ? 0 : inputs * tiles.input_bytes;
-  tiles.sinks_offset =
+  tiles.options_offset =
       inputs * tiles.input_bytes + (in_place ? 0 : tiles.rows_per_tile * tiles.output_row_bytes);
   tiles.queries = Divider(params.shape.queries);
   tiles.heads = Divider(params.shape.heads);
-  const int sink_bytes = params.sink.data != nullptr ? tiles.rows_per_tile * 4 : 0;
+  const int shared_bytes = tiles.options_offset + TileOptions::bytes(params, tiles.rows_per_tile);
   const auto grid = static_cast<unsigned>(divide_up<int64_t>(tiles.rows, tiles.rows_per_tile));
-  return launch(kernel, dim3(grid), dim3(kFlatThreads), tiles.sinks_offset + sink_bytes,
-                Together::kNot, 1, stream, params, tiles);
+  return launch(kernel, dim3(grid), dim3(kFlatThreads), shared_bytes, Together::kNot, 1, stream,
+                params, tiles);
 }
 
 // The rows that there are kernels for, by capacity: one lane first, then twice as many, and so on.
-template <int kUnit>
+template <int kPiece>
 struct FlatRows {
-  static constexpr int kStep = FlatRow<1, kUnit, kFlatMinLaneElements>::kStep;
+  static constexpr int kStep = FlatRow<1, kPiece, kFlatMinLaneElements>::kStep;
   static constexpr int kSteps = (kFlatMaxLaneElements - kFlatMinLaneElements) / kStep;
   // Of 0, 1, 2 ... times, as far as limits.h goes.
-  static constexpr int kDoublings = kUnit == 1 ? 6 : 4;
-  static_assert((kUnit == 1 ? kTinyUnevenColumns : kTinyColumns) == kFlatMaxLaneElements
-                                                                        << (kDoublings - 1));
+  static constexpr int kDoublings = kPiece == 1 ? 6 : 4;
+  static_assert((kPiece == 1 ? kTinyRaggedColumns : kTinyColumns) == kFlatMaxLaneElements
+                                                                         << (kDoublings - 1));
   using Indices = std::make_integer_sequence<int, 1 + kDoublings * kSteps>;
 
   static constexpr int doubled(int index) { return index == 0 ? 0 : (index - 1) / kSteps; }
   template <int kIndex>
-  using Row = FlatRow<(1 << doubled(kIndex)), kUnit,
+  using Row = FlatRow<(1 << doubled(kIndex)), kPiece,
                       kFlatMinLaneElements + (kIndex - doubled(kIndex) * kSteps) * kStep>;
 };
 
-// Calls body.operator()<Row>() for the first that holds a row, with whole packs as units where they
-// divide it.
+// Calls body.operator()<Row>() for the first that holds a row, with whole packs as pieces where
+// they divide it.
 template <class T, class Body>
 cudaError_t with_flat_row(int64_t columns, Body&& body) {
   cudaError_t error = cudaErrorInvalidValue;
-  const auto first_of = [&]<int kUnit, int... kIndices>(std::integer_sequence<int, kIndices...>) {
+  const auto first_of = [&]<int kPiece, int... kIndices>(std::integer_sequence<int, kIndices...>) {
     const auto try_row = [&]<class Row>() {
-      if (columns > Row::kLanes * Row::kUnits * kUnit) return false;
+      if (columns > Row::kLanes * Row::kPieces * kPiece) return false;
       error = body.template operator()<Row>();
       return true;
     };
-    (try_row.template operator()<typename FlatRows<kUnit>::template Row<kIndices>>() || ...);
+    (try_row.template operator()<typename FlatRows<kPiece>::template Row<kIndices>>() || ...);
   };
   if (constexpr int kPack = kPackElements<T>; columns % kPack == 0) {
     first_of.template operator()<kPack>(typename FlatRows<kPack>::Indices{});

@@ -1,8 +1,9 @@
 #pragma once
-// p = exp(z - max z) / (sum exp(z - max z) + exp(sink - max z)),  z = scale * score + bias,
-// excluded entries 0. With dropout, dropped entries are 0 and others p * factor.
+// p = exp(z - max z) / denominator,  z = scale * score + bias, excluded entries 0. The denominator
+// is the sum of exp(z - max z) and what denominator.cuh adds. With dropout, dropped entries are 0
+// and others p * factor.
 //
-// A group of threads owns a row. One pass reads the visible chunks and keeps maxima and sums, one
+// A group of threads owns a row. One pass reads the visible vectors and keeps maxima and sums, one
 // reduction merges them, one pass writes. Every visible score is read once and every probability
 // written once (bf16: 4 bytes per element, 3 when causal); what neither registers nor shared memory
 // can keep is read twice.
@@ -25,24 +26,21 @@ using EntriesOf = std::conditional_t<Mask::kDrops, KeptEntries, AllEntries>;
 // What is read with the scores would come in more pieces along their lines.
 template <class Mask, class Bias, int kElements>
 using GridOf =
-    std::conditional_t<!Mask::kDrops && (Mask::kPresent || Bias::kPresent), ChunkGrid<kElements>,
+    std::conditional_t<!Mask::kDrops && (Mask::kPresent || Bias::kPresent), VectorGrid<kElements>,
                        typename EntriesOf<Mask>::template Grid<kElements>>;
-
-template <int kKernel>
-inline constexpr KernelShape kForwardShape = kForwardRegimes[kKernel].shape();
 
 template <class T, class Mask, class Bias, int kKernel>
 __device__ __forceinline__ void forward_in_registers(const ForwardParams& params,
                                                      const Schedule& schedule) {
-  constexpr KernelShape kShape = kForwardShape<kKernel>;
-  constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
-  constexpr int kStride = kShape.threads_per_row * kElements, kBatch = kChunks * kStride;
+  constexpr KernelShape kShape = kForwardKernel<kKernel>;
+  constexpr int kElements = kPackElements<T>, kVectors = kShape.vectors_per_thread;
+  constexpr int kStride = kShape.threads_per_row * kElements, kTileColumns = kVectors * kStride;
   constexpr int kGroup = std::min(kShape.threads_per_row, 32) * kElements;
   using Entries = EntriesOf<Mask>;
   constexpr bool kIsPair = Mask::kDrops && kShape.may_hold_pairs();
-  constexpr bool kIsNarrow = kForwardRegimes[kKernel].serves == kNarrow;
+  constexpr bool kIsWindowed = rows_of_shape(kForwardRegimes, kKernel) == kWindowed;
   ZeroBlock zeros;
-  if constexpr (kIsNarrow) zeros = ZeroBlock::make<kShape.threads()>();
+  if constexpr (kIsWindowed) zeros = ZeroBlock::make<kShape.threads()>();
   RowOwner<kShape> owner;
   RowIndex index = row_of_block<kShape>(schedule);
   bool is_row;
@@ -60,27 +58,27 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   const Logits<T, Mask, Bias> logits(params, index, bounds, grid);
   const Entries entries(params, index);
   const Exponent exponent = exponent_of<Bias>(params);
-  // Where the first of each group of chunks begins.
+  // Where the first of each group of vectors begins.
   const int first = first_column + owner.first_thread() * kElements;
-  float z[kChunks][kElements];
+  float z[kVectors][kElements];
   int column = first_column + owner.thread() * kElements;
-  Pack<T> raw[kChunks];
+  Pack<T> raw[kVectors];
   scores.template load<kStride>(column, raw);
-  // Rows of uneven lengths would store zeros piece by piece in the loop below.
-  const bool is_even = columns % kElements == 0;
-  const int stored = is_even ? kBatch : round_up(max(end - first_column, 0), kGroup);
+  // Rows of ragged lengths would store zeros piece by piece in the loop below.
+  const bool is_whole_row = columns % kElements == 0;
+  const int stored = is_whole_row ? kTileColumns : round_up(max(end - first_column, 0), kGroup);
   const auto fill_rest = [&](auto&& fill) {
     fill_outside(params.probabilities, params.probabilities_type, row, columns, first_column,
                  first_column + stored, fill);
   };
-  if (kIsNarrow && is_row) {
+  if (kIsWindowed && is_row) {
     fill_rest([&](char* from, char* to) {
       zeros.fill(from, to, owner.thread(), kShape.threads_per_row);
     });
   }
-  const auto kept = entries.template of_batch<kShape.threads_per_row, kIsPair, kElements, kChunks>(
+  const auto kept = entries.template of_tile<kShape.threads_per_row, kIsPair, kElements, kVectors>(
       first_column, end);
-  // Else the columns of all chunks would stay in registers.
+  // Else the columns of all vectors would stay in registers.
   if (kIsPair) column = static_cast<int>(unknown(static_cast<uint32_t>(column)));
   MaxAndSum mine{kLowest, 0.f};
   if constexpr (Bias::kPresent) {
@@ -91,25 +89,25 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     accumulate<kStride>(mine, true, largest_lane(raw), raw, z, first, end, exponent);
   }
   const MaxAndSum total = owner.merge(mine, exponent);
-  const Denominator denominator(total, exponent, params.sink, index.head);
+  const Denominator denominator(total, exponent, params, index.head);
   if (params.log_sum_exp != nullptr && owner.thread() == 0 && is_row)
     params.log_sum_exp[row] = denominator.log_sum_exp();
   const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
   if (!is_row) return;
 #pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     if (first + i * kStride >= end) continue;
 #pragma unroll
     for (int j = 0; j < kElements; ++j) z[i][j] *= factor;
   }
   if (!denominator.is_regular()) {
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       if (first + i * kStride < end)
         replace_special(params, denominator, bounds, logits.mask, column + i * kStride, z[i]);
     }
   }
-  // Except in narrow rows, zeros leave with the probabilities beside them, so that memory gets
+  // Except in windowed rows, zeros leave with the probabilities beside them, so that memory gets
   // whole lines at a time.
   with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
     using Result = Pack<decltype(tag), kElements>;
@@ -120,21 +118,21 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
       kept.drop(i, pack);
       return pack;
     };
-    if (is_even) {
+    if (is_whole_row) {
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         Result pack = {};
         if (first + i * kStride < end) pack = result(i);
         if (column + i * kStride < columns) writer.store_whole(target + i * kStride, pack);
       }
       return;
     }
-    // Uneven rows cut chunks of the line that they begin in, and of their end. A lane has one of
-    // the latter at most, which waits: so the code stands here once for it.
+    // Ragged rows cut vectors of the line that they begin in, and of their end. A lane has at most
+    // one at the end, whose store is deferred, so that its code is there once.
     Result last = {};
     int last_at = columns;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int group = first + i * kStride, at = column + i * kStride;
       if (group >= end) continue;
       const Result pack = result(i);
@@ -142,7 +140,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
         writer.store_whole(target + i * kStride, pack);
       } else if (at >= columns) {
         continue;
-      } else if (i * kStride < kLineChunks * kElements) {  // column 0 may cut it
+      } else if (i * kStride < kLineVectors * kElements) {  // column 0 may cut it
         store_partial(target + i * kStride, pack, -at, columns - at);
       } else {
         last = pack;
@@ -151,7 +149,7 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     }
     if (last_at < columns) store_partial(writer.row + last_at, last, 0, columns - last_at);
   });
-  if constexpr (kIsNarrow) {
+  if constexpr (kIsWindowed) {
     ZeroBlock::finish();
   } else {
     fill_rest(
@@ -160,58 +158,59 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
 }
 
 template <class T, class Mask, class Bias, int kKernel>
-__device__ __forceinline__ void forward_in_units(const ForwardParams& params,
-                                                 const Schedule& schedule) {
-  constexpr KernelShape kShape = kForwardShape<kKernel>;
-  constexpr int kElements = kPackElements<T>, kChunks = kShape.chunks_per_thread;
-  constexpr int kStride = 32 * kElements, kBatch = kChunks * kStride;  // in columns
+__device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
+                                                    const Schedule& schedule) {
+  constexpr KernelShape kShape = kForwardKernel<kKernel>;
+  constexpr int kElements = kPackElements<T>, kVectors = kShape.vectors_per_thread;
+  constexpr int kStride = 32 * kElements, kTileColumns = kVectors * kStride;  // in columns
   using Owner = RowOwner<kShape>;
   using Entries = EntriesOf<Mask>;
   using Row = RowPlace<kElements, GridOf<Mask, Bias, kElements>>;
-  using Kept = typename Entries::template Kept<kElements * kChunks>;
+  using Kept = typename Entries::template Kept<kElements * kVectors>;
   using Reader = RowReader<T, kElements, true>;
-  // With a bias, logits are made anew of scores and bias in the pass that writes, and a few chunks
+  // With a bias, logits are made anew of scores and bias in the pass that writes, and a few vectors
   // at a time: they need registers. Without one shared memory keeps them, in the type of the
   // scores: mask and bounds are applied once.
-  constexpr int kBiasChunks = 2;
+  constexpr int kBiasVectors = 2;
   extern __shared__ __align__(16) char shared_memory[];
 
-  Owner owner(schedule, shared_memory + schedule.kept_batches * kChunksPerBatch * sizeof(Pack<T>));
+  Owner owner(schedule,
+              shared_memory + schedule.kept_warp_tiles * kWarpTileVectors * sizeof(Pack<T>));
   const Exponent exponent = exponent_of<Bias>(params);
   Pack<T>* const shared_packs =
       keep_shared_address(reinterpret_cast<Pack<T>*>(shared_memory) + owner.lane());
-  const auto kept = [&](int place) { return shared_packs + place * kChunksPerBatch; };
+  const auto kept = [&](int place) { return shared_packs + place * kWarpTileVectors; };
   const int columns = static_cast<int>(params.shape.columns);
   const auto column_of = [&](int first) { return first + owner.lane() * kElements; };
 
   // A row that the block takes, and how to read its part of it.
   struct Taken {
     Row row;
-    UnitPart part;
+    SegmentPart part;
     Reader scores;
     Logits<T, Mask, Bias> logits;
   };
   const auto take = [&](const RowIndex& index) {
     const Row row(params.shape, index, Bounds::of<kMayHaveRange<Mask, Bias>>(params, index));
-    const UnitPart part = owner.part_of(row.visible, row.grid);
+    const SegmentPart part = owner.part_of(row.visible, row.grid);
     return Taken{row, part,
                  Reader(params.scores, params.is_contiguous, row.first_element, index, row.grid,
                         part.bounds, columns),
                  Logits<T, Mask, Bias>(params, index, part.bounds, row.grid)};
   };
-  // The column of the warp's first chunk.
-  const auto first_of = [&](const Taken& of, int batch) {
-    return of.row.first_column + owner.first_chunk(of.part, batch) * kElements;
+  // The column of the warp's first vector.
+  const auto first_of = [&](const Taken& of, int tile) {
+    return of.row.first_column + owner.first_vector(of.part, tile) * kElements;
   };
-  const auto start_copies = [&](const Taken& of, int batch, int place) {
-    const int first = first_of(of, batch);
-    of.scores.template start_copies<kStride, kChunks>(of.scores.inside.contains(first, kBatch),
-                                                      column_of(first), kept(place), 32);
+  const auto start_copies = [&](const Taken& of, int tile, int place) {
+    const int first = first_of(of, tile);
+    of.scores.template start_copies<kStride, kVectors>(
+        of.scores.inside.contains(first, kTileColumns), column_of(first), kept(place), 32);
   };
-  using MaskBatch = MaskBytes<kElements>[kChunks];
-  const auto load_mask = [&](const Taken& of, int first, MaskBatch& excluded) {
+  using MaskVectors = MaskBytes<kElements>[kVectors];
+  const auto load_mask = [&](const Taken& of, int first, MaskVectors& excluded) {
     if constexpr (Mask::kPresent) {
-      if (of.scores.inside.contains(first, kBatch)) {
+      if (of.scores.inside.contains(first, kTileColumns)) {
         of.logits.mask.template load<kElements, kStride, true>(column_of(first), of.part.bounds,
                                                                excluded);
       } else {
@@ -221,41 +220,41 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
     }
   };
   // Logits of scores as they were copied, also to where they are kept.
-  const auto prepare = [&](const Taken& of, int first, const MaskBatch& excluded,
-                           Pack<T>(&raw)[kChunks], Pack<T>* packs) {
-    if (of.scores.inside.contains(first, kBatch)) {
+  const auto prepare = [&](const Taken& of, int first, const MaskVectors& excluded,
+                           Pack<T>(&raw)[kVectors], Pack<T>* packs) {
+    if (of.scores.inside.contains(first, kTileColumns)) {
       if (!Mask::kPresent && params.scale >= 0) return;
       of.logits.template prepare<kStride, true>(params, column_of(first), excluded, raw);
     } else {
       of.logits.template prepare<kStride, false>(params, column_of(first), excluded, raw);
     }
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) packs[i * 32] = raw[i];
+    for (int i = 0; i < kVectors; ++i) packs[i * 32] = raw[i];
   };
-  // The mask of a warp's next unit, loaded while the scores are on their way and while the unit
-  // before is summed.
-  constexpr bool kLoadsAhead = Mask::kPresent && !Bias::kPresent && !kShape.takes_turns;
-  [[maybe_unused]] MaskBatch excluded_next;
-  // Logits of part of a batch, with a bias.
+  // The mask of a warp's next segment, loaded while the scores are on their way and while the
+  // segment before is summed.
+  constexpr bool kLoadsAhead = Mask::kPresent && !Bias::kPresent && !kShape.is_persistent;
+  [[maybe_unused]] MaskVectors excluded_next;
+  // Logits of part of a tile, with a bias.
   const auto logits_with_bias = [&](const Taken& of, int first, int place, int from,
-                                    float (&z)[kBiasChunks][kElements]) {
-    Pack<T> raw[kBiasChunks];
+                                    float (&z)[kBiasVectors][kElements]) {
+    Pack<T> raw[kBiasVectors];
     load_kept(kept(place) + from * 32, raw);
     first += from * kStride;
-    if (of.scores.inside.contains(first, kBiasChunks * kStride)) {
+    if (of.scores.inside.contains(first, kBiasVectors * kStride)) {
       of.logits.template of<kStride, true>(params, first, column_of(first), raw, z);
     } else {
       of.logits.template of<kStride, false>(params, first, column_of(first), raw, z);
     }
   };
-  const auto sum_batch = [&](const Taken& of, int batch, int place, float& before) {
-    const int first = first_of(of, batch);
+  const auto sum_tile = [&](const Taken& of, int tile, int place, float& before) {
+    const int first = first_of(of, tile);
     if constexpr (Bias::kPresent) {
       before = warp_sum<32>(before);
       MaxAndSum mine{kLowest, 0.f};
 #pragma unroll 1
-      for (int from = 0; from < kChunks; from += kBiasChunks) {
-        float z[kBiasChunks][kElements];
+      for (int from = 0; from < kVectors; from += kBiasVectors) {
+        float z[kBiasVectors][kElements];
         logits_with_bias(of, first, place, from, z);
         const int begin = first + from * kStride, end = of.part.bounds.end;
         accumulate<kStride>(mine, from == 0, largest<kStride>(z, begin, end), z, z, begin, end,
@@ -264,14 +263,14 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       const float max = warp_max<32>(mine.max);
       return MaxAndSum{max, mine.sum * exponent(mine.max, max)};
     } else {
-      Pack<T> raw[kChunks];
+      Pack<T> raw[kVectors];
       if constexpr (kLoadsAhead) {
         load_kept(kept(place), raw);
         prepare(of, first, excluded_next, raw, kept(place));
-        const int next = batch + Owner::kWarps;
-        if (next <= owner.last_unit(of.part)) load_mask(of, first_of(of, next), excluded_next);
+        const int next = tile + Owner::kWarps;
+        if (next <= owner.last_segment(of.part)) load_mask(of, first_of(of, next), excluded_next);
       } else {
-        [[maybe_unused]] MaskBatch excluded;
+        [[maybe_unused]] MaskVectors excluded;
         load_mask(of, first, excluded);
         load_kept(kept(place), raw);
         prepare(of, first, excluded, raw, kept(place));
@@ -279,10 +278,10 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
       return sum_of(raw, exponent, before);
     }
   };
-  // Writes a row from the maximum and the sum of all of it, which `write_all` does batch by batch.
+  // Writes a row from the maximum and the sum of all of it, which `write_all` does tile by tile.
   const auto write_row = [&](const Taken& of, const MaxAndSum& total, auto&& write_all) {
     const Entries entries(params, of.row.index);
-    const Denominator denominator(total, exponent, params.sink, of.row.index.head);
+    const Denominator denominator(total, exponent, params, of.row.index.head);
     if (params.log_sum_exp != nullptr && owner.is_first_thread())
       params.log_sum_exp[of.row.row] = denominator.log_sum_exp();
     const float log2_factor = log2f(denominator.factor * entries.factor(params));
@@ -301,20 +300,20 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
         writer.store(at, pack);
       };
       // To the caches. Whole rows of a cluster take less time without it, causal rows more.
-      const bool has_hint = !kShape.may_share_rows || kShape.takes_turns ||
+      const bool has_hint = !kShape.may_share_rows || kShape.is_persistent ||
                             of.row.visible.begin > 0 || of.row.visible.end < columns;
-      const auto write_batch = [&](int batch, int place, bool is_new) {
-        const int first = first_of(of, batch), column = column_of(first);
+      const auto write_tile = [&](int tile, int place, bool is_new) {
+        const int first = first_of(of, tile), column = column_of(first);
         const Kept kept_entries =
-            entries.template of_batch<32, false, kElements, kChunks>(first, of.part.bounds.end);
+            entries.template of_tile<32, false, kElements, kVectors>(first, of.part.bounds.end);
         float p[kElements];
         if constexpr (Bias::kPresent) {
 #pragma unroll 1
-          for (int from = 0; from < kChunks; from += kBiasChunks) {
-            float z[kBiasChunks][kElements];
+          for (int from = 0; from < kVectors; from += kBiasVectors) {
+            float z[kBiasVectors][kElements];
             logits_with_bias(of, first, place, from, z);
 #pragma unroll
-            for (int i = 0; i < kBiasChunks; ++i) {
+            for (int i = 0; i < kBiasVectors; ++i) {
               const int at = column + (from + i) * kStride;
               if (at >= of.part.bounds.end) continue;
 #pragma unroll
@@ -324,18 +323,18 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
           }
         } else {
           Pack<T>* const packs = kept(place);
-          Pack<T> raw[kChunks];
+          Pack<T> raw[kVectors];
           load_kept(packs, raw);
           keep_loads_together();
           if (is_new) {
-            [[maybe_unused]] MaskBatch excluded;
+            [[maybe_unused]] MaskVectors excluded;
             load_mask(of, first, excluded);
             prepare(of, first, excluded, raw, packs);
           }
-          if (is_regular && first >= 0 && first + kBatch <= columns) {
+          if (is_regular && first >= 0 && first + kTileColumns <= columns) {
             auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
-            for (int i = 0; i < kChunks; ++i) {
+            for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
               for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
               auto pack = writer.round(p);
@@ -348,7 +347,7 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
             }
           } else {
 #pragma unroll 1
-            for (int i = 0; i < kChunks; ++i) {
+            for (int i = 0; i < kVectors; ++i) {
               const int at = column + i * kStride;
               if (at >= columns) break;
               const Pack<T> pack = packs[i * 32];
@@ -359,41 +358,42 @@ __device__ __forceinline__ void forward_in_units(const ForwardParams& params,
           }
         }
       };
-      write_all(write_batch);
+      write_all(write_tile);
     });
-    // Without a bias, units are written whole: what lies outside the bounds waits as -inf.
+    // Without a bias, segments are written whole: what lies outside the bounds waits as -inf.
     const int end = Bias::kPresent
                         ? of.row.grid.end(of.row.visible)
-                        : of.row.first_column + owner.covered_chunks(of.part) * kElements;
+                        : of.row.first_column + owner.covered_vectors(of.part) * kElements;
     fill_outside(params.probabilities, params.probabilities_type, of.row.row, columns,
                  of.row.first_column, end, owner.thread(), owner.threads());
   };
 
-  if constexpr (kShape.takes_turns) {
-    owner.take_turns(
-        [&](int number) { return take(row_at(schedule, number)); }, start_copies, sum_batch,
-        [&](MaxAndSum& sums, const MaxAndSum& of_batch) { sums.merge(of_batch, exponent); },
+  if constexpr (kShape.is_persistent) {
+    owner.for_each_row(
+        [&](int number) { return take(row_at(schedule, number)); }, start_copies, sum_tile,
+        [&](MaxAndSum& sums, const MaxAndSum& of_tile) { sums.merge(of_tile, exponent); },
         [&](const Taken& of, auto&& pass) { write_row(of, owner.merge(of.part, exponent), pass); });
   } else {
     const RowIndex index = row_of_block<kShape>(schedule);
     if (index.query >= static_cast<int>(params.shape.queries)) return;
     const Taken taken = take(index);
-    const UnitPart& part = taken.part;
+    const SegmentPart& part = taken.part;
 #pragma unroll 1
-    for (int unit = owner.first_unit(); unit <= owner.last_unit(part); unit += Owner::kWarps) {
-      start_copies(taken, unit, unit);
+    for (int segment = owner.first_segment(); segment <= owner.last_segment(part);
+         segment += Owner::kWarps) {
+      start_copies(taken, segment, segment);
       end_copies();
     }
     owner.start(0);
     if constexpr (kLoadsAhead) {
-      if (owner.first_unit() <= owner.last_unit(part))
-        load_mask(taken, first_of(taken, owner.first_unit()), excluded_next);
+      if (owner.first_segment() <= owner.last_segment(part))
+        load_mask(taken, first_of(taken, owner.first_segment()), excluded_next);
     }
-    owner.sum_pass(part, 0, [&](int unit, int place, float& before) {
-      return sum_batch(taken, unit, place, before);
+    owner.sum_pass(part, 0, [&](int segment, int place, float& before) {
+      return sum_tile(taken, segment, place, before);
     });
     write_row(taken, owner.merge(part, exponent),
-              [&](auto&& write_batch) { owner.write_pass(part, write_batch, [](int) {}); });
+              [&](auto&& write_tile) { owner.write_pass(part, write_tile, [](int) {}); });
   }
 }
 
@@ -418,22 +418,22 @@ constexpr int blocks_per_sm(const KernelShape& shape) {
     return Bias::blocks_per_sm(blocks_per_sm(shape));
   if (kIsMasked && !Bias::kPresent && shape.storage == Storage::kShared)
     return 65536 / (64 * shape.threads());
-  // Rows that take turns have registers for a mask without leaving a block out.
+  // Persistent blocks have registers for a mask without leaving a block out.
   if (shape.storage == Storage::kReread) return Bias::blocks_per_sm(shape.blocks_per_sm);
   return Bias::blocks_per_sm(Mask::blocks_per_sm(blocks_per_sm(shape)));
 }
 
 template <class T, class Mask, class Bias, int kKernel>
 __global__ void __launch_bounds__(
-    kForwardShape<kKernel>.threads(),
-    (blocks_with_registers(blocks_per_sm<Mask, Bias>(kForwardShape<kKernel>),
-                           kForwardShape<kKernel>.threads())))
+    kForwardKernel<kKernel>.threads(),
+    (blocks_with_registers(blocks_per_sm<Mask, Bias>(kForwardKernel<kKernel>),
+                           kForwardKernel<kKernel>.threads())))
     softmax_forward_kernel(const __grid_constant__ ForwardParams params,
                            const __grid_constant__ Schedule schedule) {
-  if constexpr (kForwardShape<kKernel>.storage == Storage::kRegisters) {
+  if constexpr (kForwardKernel<kKernel>.storage == Storage::kRegisters) {
     forward_in_registers<T, Mask, Bias, kKernel>(params, schedule);
   } else {
-    forward_in_units<T, Mask, Bias, kKernel>(params, schedule);
+    forward_in_segments<T, Mask, Bias, kKernel>(params, schedule);
   }
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 // What the backward pass of a row begins with: incoming gradients and probabilities. Without
-// dropout they are read. With dropout the scores are read, which are kept in place of the
-// probabilities, and what is dropped is cleared of the gradients.
+// dropout both are read. With dropout scores are read and probabilities computed again, and
+// gradients of dropped entries are cleared.
 
 #include "dropping.cuh"
 #include "logits.cuh"
@@ -14,11 +14,11 @@ struct ProbabilitiesRead {
   static constexpr bool kDrops = false;
   using Entries = AllEntries;
   static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
-  // Of the gradients.
+  // What gradients are multiplied by.
   __device__ static constexpr float factor(const BackwardParams&) { return 1.f; }
 
   __device__ ProbabilitiesRead(const BackwardParams&, const RowIndex&, const Bounds&,
-                               ChunkGrid<kPackElements<T>>) {}
+                               VectorGrid<kPackElements<T>>) {}
 };
 
 // p = exp(scale * scores + bias - lse), rounded to T, as probabilities that are read.
@@ -41,23 +41,23 @@ struct ProbabilitiesMadeAgain {
   float log_sum_exp;
 
   __device__ ProbabilitiesMadeAgain(const BackwardParams& params, const RowIndex& index,
-                                    const Bounds& bounds, ChunkGrid<kElements> grid)
+                                    const Bounds& bounds, VectorGrid<kElements> grid)
       : params(params),
         logits(params, index, bounds, grid),
         entries(params, index),
         log_sum_exp(params.log_sum_exp[index.row(params.shape)]) {}
 
   // Makes probabilities of scores, 0 outside the bounds, and clears gradients that are dropped.
-  // Chunks as in Logits::of, of kLanes lanes in turn.
-  template <int kLanes, bool kIsPair, int kChunks>
-  __device__ void make(const Extent& extent, Pack<T> (&gradients)[kChunks],
-                       Pack<T> (&scores)[kChunks]) const {
+  // Vectors as in Logits::of, of kLanes lanes in turn.
+  template <int kLanes, bool kIsPair, int kVectors>
+  __device__ void make(const Extent& extent, Pack<T> (&gradients)[kVectors],
+                       Pack<T> (&scores)[kVectors]) const {
     constexpr int kStride = kLanes * kElements;
     const int first = extent.first_column, end = extent.end;
     const int column = first + static_cast<int>(threadIdx.x % kLanes) * kElements;
-    const auto kept = entries.template of_batch<kLanes, kIsPair, kElements, kChunks>(first, end);
+    const auto kept = entries.template of_tile<kLanes, kIsPair, kElements, kVectors>(first, end);
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int begin = first + i * kStride, at = column + i * kStride;
       float p[1][kElements] = {};
       if (begin < end) {

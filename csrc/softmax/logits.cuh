@@ -1,55 +1,55 @@
 #pragma once
-// Logits of a batch of chunks, and what the softmax makes of them: their maximum and sum, and what
+// Logits of a warp tile, and what the softmax makes of them: their maximum and sum, and what
 // replaces the probabilities of a row that has none.
 
 #include "../common/reduce.cuh"
-#include "chunks.cuh"
-#include "sink.cuh"
+#include "denominator.cuh"
+#include "row_vectors.cuh"
 
 namespace megasoftmax {
 
-// Makes logits of raw scores: complete ones with a bias; without, divided by |scale|, which the
-// exponent makes good.
+// Makes logits of raw scores. Without a bias they are divided by |scale|, which exponent_of folds
+// into exp2.
 template <class T, class Mask, class Bias>
 struct Logits {
   static constexpr int kElements = kPackElements<T>;
-  // Columns of a group of chunks that lie kStride apart.
+  // Columns of a group of vectors that lie kStride apart.
   template <int kStride>
   static constexpr int kGroup = kStride < 32 * kElements ? kStride : 32 * kElements;
 
   RowIndex index;
   Bounds bounds;
-  ChunkGrid<kElements> grid;
+  VectorGrid<kElements> grid;
   Mask mask;
 
   template <class Params>
   __device__ Logits(const Params& params, const RowIndex& index, const Bounds& bounds,
-                    ChunkGrid<kElements> grid)
+                    VectorGrid<kElements> grid)
       : index(index), bounds(bounds), grid(grid), mask(params.mask, index) {}
 
-  // Of chunks at column, column + kStride, ...: -inf outside the bounds and where masked. Whole
-  // groups of chunks are skipped, and unspecified, where the first of them, at first, first +
-  // kStride, ..., begins behind the extent. kInside: all are within the bounds.
-  template <int kStride, bool kInside, class Params, int kChunks>
+  // Logits of the vectors at column, column + kStride, ...: -inf outside the bounds and where
+  // masked. A whole group of vectors is skipped, and unspecified, if its first vector, at first,
+  // first + kStride, ..., begins behind the extent. kInside: all are within the bounds.
+  template <int kStride, bool kInside, class Params, int kVectors>
   __device__ void of(const Params& params, int first, const Extent& extent, int column,
-                     Pack<T> (&raw)[kChunks], float (&z)[kChunks][kElements]) const {
+                     Pack<T> (&raw)[kVectors], float (&z)[kVectors][kElements]) const {
     if constexpr (!Bias::kPresent) {
       exclude<kStride, kInside>(params, first, extent, column, raw);
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
         for (int j = 0; j < kElements; ++j) z[i][j] = raw[i][j];
       }
     } else {
-      [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
+      [[maybe_unused]] MaskBytes<kElements> excluded[kVectors];
       if constexpr (Mask::kPresent)
         mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
-      Pack<typename Bias::Element, kElements> added[kChunks];
+      Pack<typename Bias::Element, kElements> added[kVectors];
       const RowReader<typename Bias::Element, kElements, false> bias(
           params.bias, false, 0, index, grid, bounds, static_cast<int>(params.shape.columns));
       bias.template load<kStride>(column, added);
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         if (!kInside && first + i * kStride >= extent.end) continue;
 #pragma unroll
         for (int j = 0; j < kElements; ++j) {
@@ -66,20 +66,20 @@ struct Logits {
     }
   }
 
-  // The same without a bias, in the type of the scores; -inf in groups that are skipped.
-  template <int kStride, bool kInside, class Params, int kChunks>
+  // Logits without a bias, in the type of the scores. Groups that are skipped are -inf.
+  template <int kStride, bool kInside, class Params, int kVectors>
   __device__ void exclude(const Params& params, int first, const Extent& extent, int column,
-                          Pack<T> (&raw)[kChunks]) const {
+                          Pack<T> (&raw)[kVectors]) const {
     static_assert(!Bias::kPresent);
-    [[maybe_unused]] MaskBytes<kElements> excluded[kChunks];
+    [[maybe_unused]] MaskBytes<kElements> excluded[kVectors];
     if constexpr (Mask::kPresent)
       mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
     if (params.scale < 0) {
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) raw[i].flip_signs();
+      for (int i = 0; i < kVectors; ++i) raw[i].flip_signs();
     }
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int group = first + i * kStride, at = column + i * kStride;
       if (!kInside && group >= extent.end) {
         raw[i] = Pack<T>::lowest();
@@ -91,20 +91,21 @@ struct Logits {
     }
   }
 
-  // The same of a row that is not one of a pair.
-  template <int kStride, bool kInside, class Params, int kChunks>
-  __device__ void of(const Params& params, int first, int column, Pack<T> (&raw)[kChunks],
-                     float (&z)[kChunks][kElements]) const {
+  // Logits of an unpaired row.
+  template <int kStride, bool kInside, class Params, int kVectors>
+  __device__ void of(const Params& params, int first, int column, Pack<T> (&raw)[kVectors],
+                     float (&z)[kVectors][kElements]) const {
     of<kStride, kInside>(params, first, Extent{first, bounds.end, {}}, column, raw, z);
   }
 
-  // The same without a bias, in the type of the scores, with the mask's bytes of these chunks.
-  template <int kStride, bool kInside, int kChunks>
+  // Logits without a bias, in the type of the scores. The bytes of the mask are those of the same
+  // vectors.
+  template <int kStride, bool kInside, int kVectors>
   __device__ void prepare(const ForwardParams& params, int column,
-                          const MaskBytes<kElements> (&excluded)[kChunks],
-                          Pack<T> (&raw)[kChunks]) const {
+                          const MaskBytes<kElements> (&excluded)[kVectors],
+                          Pack<T> (&raw)[kVectors]) const {
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int at = column + i * kStride;
       if (params.scale < 0) raw[i].flip_signs();
       if constexpr (Mask::kPresent) excluded[i].lower(raw[i]);
@@ -114,24 +115,24 @@ struct Logits {
   }
 };
 
-// exp(z - max z) of such logits.
+// exp(z - max z) of the logits that Logits makes.
 template <class Bias>
 __device__ inline Exponent exponent_of(const ForwardParams& params) {
   return {Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E};
 }
 
-// Adds a batch of chunks of logits, floats or packs, with maximum `max`, and leaves its
-// exponentials relative to the maximum so far. Groups of chunks are skipped where the first begins
+// Adds a warp tile of logits, floats or packs, with maximum `max`, and leaves its
+// exponentials relative to the maximum so far. Groups of vectors are skipped where the first begins
 // at `end` or behind it.
-template <int kStride, class Values, int kChunks, int kElements>
-__device__ inline void accumulate(MaxAndSum& mine, bool is_first_batch, float max,
-                                  const Values (&logits)[kChunks], float (&z)[kChunks][kElements],
+template <int kStride, class Values, int kVectors, int kElements>
+__device__ inline void accumulate(MaxAndSum& mine, bool is_first, float max,
+                                  const Values (&logits)[kVectors], float (&z)[kVectors][kElements],
                                   int first, int end, Exponent exponent) {
   max = fmaxf(mine.max, max);
-  if (!is_first_batch) mine.sum *= exponent(mine.max, max);
+  if (!is_first) mine.sum *= exponent(mine.max, max);
   mine.max = max;
 #pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     if (first + i * kStride >= end) continue;
 #pragma unroll
     for (int j = 0; j < kElements; ++j) z[i][j] = exponent(logits[i][j], max);
@@ -139,27 +140,27 @@ __device__ inline void accumulate(MaxAndSum& mine, bool is_first_batch, float ma
   }
 }
 
-// The largest of such a batch; not NaN unless all are.
-template <int kStride, int kChunks, int kElements>
-__device__ inline float largest(const float (&z)[kChunks][kElements], int first, int end) {
+// The largest logit of such a tile. It is NaN only if all are.
+template <int kStride, int kVectors, int kElements>
+__device__ inline float largest(const float (&z)[kVectors][kElements], int first, int end) {
   float max = kLowest;
 #pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     if (first + i * kStride >= end) continue;
     max = fmaxf(max, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
   }
   return max;
 }
 
-// The sum of a lane's part of a batch, relative to the maximum of the whole warp's. Beside it
-// another sum is added up over the warp.
-template <class T, int kElements, int kChunks>
-__device__ inline MaxAndSum sum_of(const Pack<T, kElements> (&raw)[kChunks], Exponent exponent,
+// The sum of a lane's part of a warp tile, relative to the maximum of the whole tile. It also adds
+// up `other` over the warp, which overlaps the two chains of shuffles.
+template <class T, int kElements, int kVectors>
+__device__ inline MaxAndSum sum_of(const Pack<T, kElements> (&raw)[kVectors], Exponent exponent,
                                    float& other) {
   MaxAndSum result{warp_max<32>(fmaxf(largest_lane(raw), kLowest)), 0.f};
   other = warp_sum<32>(other);
 #pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     float e[kElements];
 #pragma unroll
     for (int j = 0; j < kElements; ++j) e[j] = exponent(raw[i][j], result.max);

@@ -27,81 +27,77 @@ struct RowIndex {
   }
 };
 
-// Which rows a block takes, see row_owner.cuh, and how long rows lie over blocks, see
-// row_units.cuh.
+// Which rows a block takes (row_owner.cuh), and how long rows lie over blocks (row_segments.cuh).
 struct Schedule {
-  RowIndex first;
+  // Blocks that take one row each: queries of a tile, then heads, then the tiles of all batches.
+  RowIndex first;  // of the launch
   int blocks_per_tile = 0;
   bool last_first = false;  // the last blocks of a tile begin
   Divider tiles;            // of a batch
 
+  // Rows of segments
   int blocks_per_row = 1;
-  Divider units;            // among the blocks of a row
-  bool is_cluster = false;  // the blocks of a row, if there are several
-  int max_units = 0;        // of a row; of top-k, of a block
-  int unit_batches = 1;
-  int kept_batches = 0;  // of a block: those that wait in shared memory
-  // Of rows over the whole GPU: [2, owners, max_units] and a number for each owner, 8 bytes each.
-  void* results = nullptr;
+  Divider divide_segments;  // among the blocks of a row
+  bool is_cluster = false;  // several blocks of a row form a cluster
+  int max_segments = 0;     // of a row; for top-k, of a block
+  int warp_tiles_per_segment = 1;
+  int kept_warp_tiles = 0;  // that a block keeps in shared memory
+  // The workspace. Rows that lie over the whole GPU have [2, owners, max_segments] results there
+  // and a counter for each owner, 8 bytes each.
+  void* workspace = nullptr;
 
-  // Of blocks that take one row after the other: how many owners there are, 0 where each takes one.
-  int owners = 0, rows = 0;
+  // Persistent blocks
+  int owners = 0;  // rows that are computed at a time
+  int rows = 0;
   Divider queries, heads;
 };
 
-struct ForwardParams {
+struct ForwardParams : LogitOptions {
   Shape shape;
   Strided scores, mask, bias;
-  SinkLogit sink;
   Window window;
   VisibleRanges visible;
   Dropout dropout;
-  float scale = 1;
 
   void* probabilities = nullptr;  // contiguous, 16-byte aligned
   DType probabilities_type = DType::kFloat32;
   float* log_sum_exp = nullptr;  // [rows], or null
 
-  void* workspace = nullptr;  // see softmax_forward_workspace
-
-  // Set by the launcher: how many rows there are, whether window or ranges limit them, whether one
-  // without visible entries is 0, and whether row r of the scores begins at element r * columns, at
-  // a multiple of 16 bytes for r = 0.
+  // Set by `prepare`.
   int64_t rows = 0;
-  bool is_limited = false, can_exclude = false, is_contiguous = false;
+  bool is_limited = false;     // by window or ranges
+  bool can_exclude = false;    // a row without visible entries is 0, not NaN
+  bool is_contiguous = false;  // row r begins at element r * columns, at 16 bytes for r = 0
 };
 
-struct BackwardParams {
+struct BackwardParams : LogitOptions {
   Shape shape;
-  // Of one type. With dropout, the scores stand in place of the probabilities, which are made of
-  // them again with mask, bias and log-sum-exp; these are not read otherwise.
+  // Both have one type. With dropout `probabilities` are scores, and the probabilities are computed
+  // again with mask, bias and log-sum-exp, which are not read otherwise.
   Strided gradient, probabilities;
   Strided mask, bias;
   const float* log_sum_exp_gradient = nullptr;  // [rows], or null
-  const float* log_sum_exp = nullptr;  // [rows], read for the sink's gradient and with dropout
-  SinkLogit sink;
+  const float* log_sum_exp = nullptr;           // [rows], read for sink_gradient and with dropout
   Window window;
   VisibleRanges visible;
   Dropout dropout;
-  float scale = 1;
 
   void* scores_gradient = nullptr;  // contiguous, 16-byte aligned
   DType scores_gradient_type = DType::kFloat32;
-  float* sink_gradient = nullptr;  // [rows], to be summed over the rows that share a sink; or null
+  float* sink_gradient = nullptr;  // [rows], which the caller adds up, see denominator.cuh; or null
 
-  // [splits, bias batches, bias heads, bias queries, columns], contiguous, or null. Every row that
-  // shares a bias row belongs to one owner, cut into `splits` parts so that there are enough
-  // owners; the parts are to be summed.
-  void* bias_gradient = nullptr;
-  DType bias_gradient_type = DType::kFloat32;  // float32 when splits > 1 or the plan says so
-  Shape bias_shape;                            // each dimension 1 or that of `shape`
-  int64_t splits = 1;
+  // The gradient of a bias [splits, bias batches, bias heads, bias queries, columns], contiguous.
+  // One owner adds up the rows that share a bias row. If there are too few owners, `splits` of them
+  // share these rows, and the caller adds their parts.
+  bool has_bias_gradient = false;
+  Shape bias_shape;               // each dimension 1 or that of `shape`
+  int64_t splits = 1;             // set by `prepare`
+  void* bias_gradient = nullptr;  // the launcher's caller allocates it as the plan says
+  DType bias_gradient_type = DType::kFloat32;
 
-  void* workspace = nullptr;  // see softmax_backward_workspace
-
-  // Set by the launcher: whether window or ranges limit rows, whether a row without visible entries
-  // is 0, whether both inputs are contiguous, and which rows an owner takes in turn.
+  // Set by `prepare`; is_contiguous says it of both inputs.
   bool is_limited = false, can_exclude = false, is_contiguous = false;
+  // The rows of an owner, which takes them one after the other.
   Divider shared_by_queries, shared_by_heads;
   int64_t rows_per_owner = 1, rows_per_split = 1;
 };

@@ -1,22 +1,35 @@
 #pragma once
-// Which regime serves a launch, and how rows lie over its blocks. Plain host code.
+// Plans a launch, once: which regime serves it, and how its rows lie over blocks. Plain host code.
 
 #include <algorithm>
 
 #include "layout.h"
+#include "regimes.h"
 
 namespace megasoftmax {
 
+// What kernels need, and how they run. The caller allocates plan.workspace_bytes bytes, which need
+// not be set to anything, and gives their address as plan.schedule.workspace.
+template <class Params, class Plan>
+struct Launch {
+  Params params;
+  Plan plan;
+};
+
 struct Plan {
   Rows kind;
-  Rows asked;       // may be of two kinds, one of which is `kind`
-  int64_t chunks;   // the most that a row can need
-  int chunk_bytes;  // that shared memory keeps of each
-  int regime;
-  int multiprocessors;  // for launches whose blocks run together
-  Schedule schedule;
-  int shared_bytes;
+  Rows requested;            // may be two kinds, one of which is `kind`
+  int regime;                // in kForwardRegimes or kBackwardRegimes
+  Shape owners;              // of rows; backward with a bias gradient an owner has several
+  int64_t vectors;           // that a row can need at most
+  int vector_bytes;          // that shared memory keeps of a vector
+  int threads;               // of a block
+  int64_t blocks_per_head;   // with one owner a block or more, for each block of a row
+  int64_t queries_per_tile;  // see queries_per_tile in layout.h
+  int multiprocessors;       // for launches whose blocks run together
+  int shared_bytes;          // of a block, besides what kernels declare themselves
   int64_t workspace_bytes;
+  Schedule schedule;
 };
 
 // Columns that the widest row sees, without idle limits.
@@ -26,156 +39,170 @@ inline int64_t visible_columns(const Shape& shape, const Window& window) {
   return std::min(shape.columns, window.left + from_diagonal);
 }
 
-// Of a block.
-inline int threads_of(const RowRegime& regime, const Schedule& schedule) {
-  return regime.storage == Storage::kDense && regime.threads_per_row == kMostDenseThreads
-             ? 32 * divide_up(schedule.max_units, schedule.blocks_per_row)
-             : regime.shape().threads();
+// The most vectors that a row can need.
+inline int64_t vectors_of_rows(const Shape& shape, const Window& window, const Dropout& dropout,
+                               int pack_elements) {
+  const int64_t visible = visible_columns(shape, window);
+  // The first vector begins at a cache line. With dropout it begins at a block of columns, of the
+  // earlier row of a pair.
+  const int64_t before = dropout.is_given() ? kDropoutColumns - 1 + kDropoutRowDistance
+                                            : int64_t{kLineVectors - 1} * pack_elements;
+  return max_visible_vectors(shape.columns, std::min(visible + before, shape.columns),
+                             pack_elements);
 }
 
-// What a launch without dropout asks of its rows, but for the bias gradient. `tiny_chunks`: the
-// most of a row that is tiny although it may be dense.
-inline Rows rows_of(const Shape& shape, bool is_limited, int64_t visible_chunks, bool is_masked,
-                    bool has_bias, bool has_sink, bool is_contiguous, int pack_elements,
-                    int64_t tiny_chunks) {
-  const int64_t chunks = max_visible_chunks(shape.columns, shape.columns, pack_elements);
-  if (chunks >= kLongRow && visible_chunks <= std::min(kNarrowRow, chunks / 2)) return kNarrow;
-  const bool is_even = shape.columns % pack_elements == 0;
-  if (has_bias || (is_masked && !is_even)) return kCostly;
+// The kind of rows without dropout and bias gradient. `tiny_vectors`: longer rows are kContiguous
+// rather than kTiny if they may be.
+template <class Params>
+Rows kind_of_rows(const Params& params, int64_t visible_vectors, int pack_elements, bool is_masked,
+                  bool has_bias, int64_t tiny_vectors) {
+  const Shape& shape = params.shape;
+  const int64_t vectors = max_visible_vectors(shape.columns, shape.columns, pack_elements);
+  if (vectors >= kLongRow && visible_vectors <= std::min(kWindowedRow, vectors / 2))
+    return kWindowed;
+  const bool is_ragged = shape.columns % pack_elements != 0;
+  if (has_bias || (is_masked && is_ragged)) return kBiasOrRaggedMask;
   if (is_masked) return kMasked;
-  if (is_limited) return kLimited;
-  const int64_t tiny_columns = is_even ? kTinyColumns - 1 : kTinyUnevenColumns;
-  const bool may_be_dense = is_contiguous && !has_sink && shape.queries == shape.rows();
-  const bool is_longer =
-      may_be_dense && is_even && chunks > tiny_chunks && chunks % kSectorChunks == 0;
-  if (is_contiguous && shape.columns > 0 && shape.columns <= tiny_columns && !is_longer)
+  if (params.is_limited) return kLimited;
+  const bool may_be_contiguous =
+      params.is_contiguous && params.have_only_scale() && shape.queries == shape.rows();
+  const bool begins_at_sectors = !is_ragged && vectors % kSectorVectors == 0;
+  const bool is_better_contiguous =
+      may_be_contiguous && begins_at_sectors && vectors > tiny_vectors;
+  const int64_t tiny_columns = is_ragged ? kTinyRaggedColumns : kTinyColumns - 1;
+  if (params.is_contiguous && shape.columns > 0 && shape.columns <= tiny_columns &&
+      !is_better_contiguous)
     return kTiny;
-  if (may_be_dense) return is_even ? kDense : kDenseUneven;
-  return is_even ? kPlain : kUneven;
+  if (may_be_contiguous) return is_ragged ? kContiguousRagged : kContiguous;
+  return is_ragged ? kRagged : kUnmasked;
 }
 
-// Blocks for that many queries of a head. Pairs need all of each 16.
+// Blocks for the queries of a head. Pairs need all of each 16 queries.
 inline int64_t blocks_of_queries(const KernelShape& shape, Rows kind, int64_t queries) {
   constexpr int64_t kRows = kDropoutRows * kDropoutRowDistance;
   const bool in_pairs = kind == kDropped && shape.may_hold_pairs();
   return divide_up<int64_t>(in_pairs ? round_up(queries, kRows) : queries, shape.rows_per_block);
 }
 
-// The most chunks that a row can need.
-inline int64_t chunks_of_rows(const Shape& shape, const Window& window, const Dropout& dropout,
-                              int pack_elements) {
-  const int64_t visible = visible_columns(shape, window);
-  // Chunks begin at a line; with dropout at a block of columns, those of a pair with the earlier
-  // row's.
-  const int64_t before = dropout.is_given() ? kDropoutColumns - 1 + kDropoutRowDistance
-                                            : int64_t{kLineChunks - 1} * pack_elements;
-  return max_visible_chunks(shape.columns, std::min(visible + before, shape.columns),
-                            pack_elements);
-}
-
-// How many rows the whole GPU takes at a time, and how many blocks one of them: all of them if
-// shared memory keeps them, else about as many as it keeps. The blocks of each then write a row and
-// sum the next one, and memory is read and written at the same time.
-inline void spread_over_gpu(const RowRegime& regime, int64_t chunks, int64_t rows, int chunk_bytes,
-                            const Device& device, Schedule& schedule) {
+// How many rows the whole GPU takes at a time, and how many blocks each has. It takes all rows if
+// its shared memory keeps them, else about as many as it keeps. The blocks of a row write it while
+// they sum their next one, so memory is read and written at the same time.
+inline void spread_over_gpu(const RowRegime& regime, int64_t vectors, int64_t rows,
+                            int vector_bytes, const Device& device, Schedule& schedule) {
   const int64_t blocks =
-      int64_t{device.multiprocessors} * blocks_in_turns(regime, chunks, chunk_bytes, device);
-  const int64_t kept_chunks = blocks * schedule.kept_batches * kChunksPerBatch;
+      int64_t{device.multiprocessors} * persistent_blocks(regime, vectors, vector_bytes, device);
+  const int64_t kept_vectors = blocks * schedule.kept_warp_tiles * kWarpTileVectors;
   int64_t owners = std::min(rows, blocks);
-  if (rows * chunks > kept_chunks) {
-    // A third more than that: where a row ends, others give memory something to do.
-    const int64_t kept = kept_chunks * 4 / (chunks * 3), least = rows < kManyRows ? 1 : 2;
+  if (rows * vectors > kept_vectors) {
+    // A third more than it keeps: where a row ends, others use memory.
+    const int64_t kept = kept_vectors * 4 / (vectors * 3), least = rows < kManyRows ? 1 : 2;
     owners = divide_up(rows, divide_up(rows, std::clamp<int64_t>(kept, least, owners)));
   }
   schedule.owners = static_cast<int>(owners);
-  int most = divide_up(schedule.max_units, regime.rings());
-  // A single row would leave multiprocessors idle: some warps of its blocks do so instead.
-  while (most < schedule.max_units && owners * most * 2 <= device.multiprocessors) most *= 2;
+  int most = divide_up(schedule.max_segments, regime.rings());
+  // A single row would leave multiprocessors idle. Instead some warps of its blocks are idle.
+  while (most < schedule.max_segments && owners * most * 2 <= device.multiprocessors) most *= 2;
   const int of_row = static_cast<int>(std::clamp<int64_t>(blocks / owners, 1, most));
-  // Each ring of a block gets as many units.
-  const int share = divide_up(schedule.max_units, of_row);
+  // Each ring of a block gets the same number of segments.
+  const int share = divide_up(schedule.max_segments, of_row);
   schedule.blocks_per_row = share > regime.rings()
-                                ? divide_up(schedule.max_units, round_up(share, regime.rings()))
+                                ? divide_up(schedule.max_segments, round_up(share, regime.rings()))
                                 : of_row;
 }
 
-// `forced`: the regime to take where it serves such rows, or -1. `chunk_bytes`: what shared memory
-// keeps of a chunk. `whole_chunks`: what uneven rows have of them.
-template <int kCount>
-Plan plan_rows(const RowRegime (&table)[kCount], int64_t chunks, int64_t whole_chunks, int64_t rows,
-               Rows kind, const Device& device, int chunk_bytes, int forced) {
-  if (kind == kDenseUneven) {
-    // In one block whatever the number of rows: their sums have an order of their own.
-    const int index = regime_for(table, whole_chunks, 1, kind, chunk_bytes, device);
-    if ((table[index].serves & kind) != 0 && table[index].blocks_per_row == 1)
-      chunks = whole_chunks;
+// plan: kind, owners, vectors and vector_bytes are set. `whole_vectors`: those of a row, without
+// cut ones. `forced`: the regime to take if it serves such rows, or -1.
+inline void plan_rows(RowRegimes regimes, Plan& plan, int64_t whole_vectors, const Device& device,
+                      int forced) {
+  const int64_t rows = plan.owners.rows();
+  const int vector_bytes = plan.vector_bytes;
+  if (plan.kind == kContiguousRagged) {
+    // One block adds such a row in an order of its own, so the number of rows must not decide.
+    const RowRegime& regime =
+        regimes[regime_for(regimes, whole_vectors, 1, plan.kind, vector_bytes, device)];
+    if (regime.serves_any(plan.kind) && regime.blocks_per_row == 1)
+      plan.vectors = whole_vectors;
     else
-      kind = static_cast<Rows>(kUneven | kDenseUneven);
+      plan.kind = static_cast<Rows>(kRagged | kContiguousRagged);
   }
-  Plan plan = {};
-  plan.chunks = chunks;
-  plan.chunk_bytes = chunk_bytes;
-  plan.multiprocessors = device.multiprocessors;
-  plan.regime = regime_for(table, chunks, rows, kind, chunk_bytes, device);
-  if ((kind & (kBiasGradient | kDroppedBiasGradient)) == 0 && forced >= 0 && forced < kCount &&
-      chunks <= table[forced].max_chunks && (table[forced].serves & kind) != 0 &&
-      (kind != kDenseUneven || table[forced].blocks_per_row == 1))
+  plan.requested = plan.kind;
+  plan.regime = regime_for(regimes, plan.vectors, rows, plan.requested, vector_bytes, device);
+  const bool may_force = forced >= 0 && forced < static_cast<int>(regimes.size()) &&
+                         (plan.kind & (kBiasGradient | kDroppedBiasGradient)) == 0;
+  if (may_force && plan.vectors <= regimes[forced].max_vectors &&
+      regimes[forced].serves_any(plan.kind) &&
+      (plan.kind != kContiguousRagged || regimes[forced].blocks_per_row == 1))
     plan.regime = forced;
-  const RowRegime& regime = table[plan.regime];
-  plan.asked = kind;
-  const bool takes_either = kind == (kUneven | kDenseUneven);
-  plan.kind = !takes_either ? kind : regime.storage == Storage::kDense ? kDenseUneven : kUneven;
-  const int kept_batches = kept_batches_with_next(regime, chunks, chunk_bytes, device);
-  plan.shared_bytes = regime.storage == Storage::kDense
-                          ? unit_count(chunks) * kResultBytes
-                          : shared_bytes(regime, kept_batches, chunks, chunk_bytes);
-  if (plan.shared_bytes == 0) return plan;
+  const RowRegime& regime = regimes[plan.regime];
+  const bool is_contiguous = regime.storage == Storage::kContiguous;
+  if (plan.kind == (kRagged | kContiguousRagged))
+    plan.kind = is_contiguous ? kContiguousRagged : kRagged;
+
+  plan.multiprocessors = device.multiprocessors;
+  plan.threads = regime.kernel().threads();
+  if (regime.storage != Storage::kTile)
+    plan.blocks_per_head = blocks_of_queries(regime.kernel(), plan.kind, plan.owners.queries);
+  const int kept_warp_tiles = kept_warp_tiles_with_next(regime, plan.vectors, vector_bytes, device);
+  plan.shared_bytes = is_contiguous
+                          ? segment_count(plan.vectors) * kResultBytes
+                          : shared_bytes(regime, kept_warp_tiles, plan.vectors, vector_bytes);
+  if (plan.shared_bytes == 0) return;
   Schedule& schedule = plan.schedule;
-  schedule.unit_batches = unit_batches(chunks);
-  schedule.max_units = unit_count(chunks);
-  schedule.kept_batches = kept_batches;
+  schedule.warp_tiles_per_segment = warp_tiles_per_segment(plan.vectors);
+  schedule.max_segments = segment_count(plan.vectors);
+  schedule.kept_warp_tiles = kept_warp_tiles;
   schedule.is_cluster = regime.blocks_per_row > 1;
   schedule.blocks_per_row = regime.blocks_per_row;
   if (regime.blocks_per_row == kWholeGpu) {
-    spread_over_gpu(regime, chunks, rows, chunk_bytes, device, schedule);
-    plan.workspace_bytes = (2 * int64_t{schedule.max_units} + 1) * schedule.owners * kResultBytes;
+    spread_over_gpu(regime, plan.vectors, rows, vector_bytes, device, schedule);
+    plan.workspace_bytes =
+        (2 * int64_t{schedule.max_segments} + 1) * schedule.owners * kResultBytes;
   }
-  return plan;
+  if (is_contiguous && regime.threads_per_row == kMostContiguousThreads)
+    plan.threads = 32 * divide_up(schedule.max_segments, schedule.blocks_per_row);
 }
 
+// `params` are prepared, see layout.h.
 inline Plan plan_forward(const ForwardParams& params, const Device& device, int forced) {
   const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.scores.type);
-  const int64_t chunks = chunks_of_rows(params.shape, params.window, params.dropout, pack_elements);
-  const bool has_bias = params.bias.data != nullptr;
-  const Rows kind =
-      params.dropout.is_given()
-          ? kDropped
-          : rows_of(params.shape, params.is_limited, chunks, params.mask.data != nullptr, has_bias,
-                    params.sink.is_given, params.is_contiguous, pack_elements, kTinyChunks);
-  return plan_rows(kForwardRegimes, chunks, params.shape.columns / pack_elements,
-                   params.shape.rows(), kind, device, pack_bytes, forced);
-}
-
-inline Rows kind_of_bias_gradient(const Dropout& dropout) {
-  return dropout.is_given() ? kDroppedBiasGradient : kBiasGradient;
+  Plan plan = {};
+  plan.owners = params.shape;
+  plan.queries_per_tile = queries_per_tile(params);
+  plan.vector_bytes = pack_bytes;
+  plan.vectors = vectors_of_rows(params.shape, params.window, params.dropout, pack_elements);
+  plan.kind = params.dropout.is_given()
+                  ? kDropped
+                  : kind_of_rows(params, plan.vectors, pack_elements, params.mask.data != nullptr,
+                                 params.bias.data != nullptr, kTinyVectors);
+  plan_rows(kForwardRegimes, plan, params.shape.columns / pack_elements, device, forced);
+  return plan;
 }
 
 inline Plan plan_backward(const BackwardParams& params, const Device& device, int forced) {
   const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.probabilities.type);
-  if (params.bias_gradient != nullptr) {
-    // Registers hold a bias row's sums, so every row of the owner must fit them from column 0 on.
-    const int64_t chunks = divide_up<int64_t>(params.shape.columns, pack_elements);
-    return plan_rows(kBackwardRegimes, chunks, chunks, params.bias_shape.rows() * params.splits,
-                     kind_of_bias_gradient(params.dropout), device, 2 * pack_bytes, forced);
+  Plan plan = {};
+  plan.owners = params.bias_shape;
+  plan.owners.batches *= params.splits;
+  plan.queries_per_tile = plan.owners.queries;
+  plan.vector_bytes = 2 * pack_bytes;
+  if (params.has_bias_gradient) {
+    // Registers hold the sums of a bias row, so each row of an owner begins at column 0.
+    plan.vectors = divide_up<int64_t>(params.shape.columns, pack_elements);
+    plan.kind = params.dropout.is_given() ? kDroppedBiasGradient : kBiasGradient;
+  } else {
+    plan.vectors = vectors_of_rows(params.shape, params.window, params.dropout, pack_elements);
+    plan.kind = params.dropout.is_given()
+                    ? kDropped
+                    : kind_of_rows(params, plan.vectors, pack_elements, false, false, kUnlimited);
   }
-  const int64_t chunks = chunks_of_rows(params.shape, params.window, params.dropout, pack_elements);
-  const Rows kind =
-      params.dropout.is_given()
-          ? kDropped
-          : rows_of(params.shape, params.is_limited, chunks, false, false, params.sink.is_given,
-                    params.is_contiguous, pack_elements, kUnlimited);
-  return plan_rows(kBackwardRegimes, chunks, params.shape.columns / pack_elements,
-                   params.shape.rows(), kind, device, 2 * pack_bytes, forced);
+  plan_rows(kBackwardRegimes, plan, params.shape.columns / pack_elements, device, forced);
+  return plan;
+}
+
+// Must the bias gradient be float32? Parts are added afterwards, and kernels without the sums in
+// registers add to the gradient itself.
+inline bool needs_float_bias_gradient(const BackwardParams& params, const Plan& plan) {
+  return params.splits > 1 || kBackwardRegimes[plan.regime].storage != Storage::kRegisters;
 }
 
 }  // namespace megasoftmax

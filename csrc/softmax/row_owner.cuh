@@ -5,18 +5,18 @@
 
 #include "dropping.cuh"
 #include "row_block.cuh"
-#include "row_turns.cuh"
-#include "row_units.cuh"
+#include "row_persistent.cuh"
+#include "row_segments.cuh"
 #include "row_warp.cuh"
 
 namespace megasoftmax {
 
 template <KernelShape kShape>
 using LongRowOwner =
-    std::conditional_t<kShape.storage == Storage::kReread && kShape.takes_turns,
-                       TurnRow<kShape.threads_per_row>,
-                       UnitRow<kShape.threads_per_row, kShape.storage == Storage::kReread,
-                               kShape.takes_turns, kShape.may_share_rows>>;
+    std::conditional_t<kShape.storage == Storage::kReread && kShape.is_persistent,
+                       PersistentRow<kShape.threads_per_row>,
+                       SegmentRow<kShape.threads_per_row, kShape.storage == Storage::kReread,
+                                  kShape.is_persistent, kShape.may_share_rows>>;
 template <KernelShape kShape>
 using RowOwner = std::conditional_t<
     kShape.storage != Storage::kRegisters, LongRowOwner<kShape>,
@@ -64,8 +64,8 @@ __device__ inline Extent extent_of(Grid grid, const Bounds& bounds) {
   }
 }
 
-// Of blocks that take several rows: the one with number `row` of all.
-template <class Integer>
+// The row with number `row` of all, for blocks that take several rows.
+template <class Schedule, class Integer>
 __device__ inline RowIndex row_at(const Schedule& schedule, Integer row) {
   Integer plane, batch, head, query;
   schedule.queries.split(row, plane, query);
@@ -80,9 +80,9 @@ struct RowPlace {
   int64_t row, first_element;
   Bounds visible;
   Grid grid;
-  int first_column;  // of its first visible chunk
+  int first_column;  // of its first visible vector
 
-  // `is_fixed`: chunks begin at column 0, wherever the row lies.
+  // `is_fixed`: vectors begin at column 0, wherever the row lies.
   __device__ RowPlace(const Shape& shape, const RowIndex& index, const Bounds& visible,
                       bool is_fixed = false)
       : index(index),

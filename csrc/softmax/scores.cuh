@@ -11,7 +11,7 @@
 namespace megasoftmax {
 
 // Columns [begin, end) that window, causality and range leave to a row. What lies outside may be
-// read, as part of the chunks at the borders, where the storage holds them, but is never used.
+// read, as part of the vectors at the borders, where the storage holds them, but is never used.
 struct Bounds {
   int begin, end;
 
@@ -41,8 +41,8 @@ struct Bounds {
   }
 };
 
-// Does the storage of a tensor hold all of the 16-byte chunks that hold a row?
-__device__ inline bool has_whole_chunks(const Strided& tensor, const void* row) {
+// Does the storage of a tensor hold all of the 16-byte vectors that hold a row?
+__device__ inline bool has_whole_vectors(const Strided& tensor, const void* row) {
   return reinterpret_cast<uintptr_t>(row) <= tensor.last_whole_row;
 }
 
@@ -113,26 +113,26 @@ struct BoolMask {
   static constexpr int blocks_per_sm(int of_regime) { return RangeAlone::blocks_per_sm(of_regime); }
   const uint8_t* row;
   int64_t column_stride;
-  bool has_words;  // all of the row may be read by aligned words, as long as a chunk is wide
+  bool has_words;  // all of the row may be read by aligned words, as long as a vector is wide
 
   __device__ BoolMask(const Strided& mask, const RowIndex& index)
       : row(static_cast<const uint8_t*>(mask.data) + index.offset_in(mask)),
         column_stride(mask.column_stride),
-        has_words(column_stride == 1 && has_whole_chunks(mask, row)) {}
+        has_words(column_stride == 1 && has_whole_vectors(mask, row)) {}
 
   __device__ bool excluded(int column) const { return row[column * column_stride] != 0; }
 
-  // For chunks at column, column + kStride, ...: unspecified outside the bounds. Words are read
+  // For vectors at column, column + kStride, ...: unspecified outside the bounds. Words are read
   // whole, with what lies beside the row in the aligned eight bytes at its ends; where the storage
-  // lacks some of them, these chunks are read byte by byte.
-  template <int kElements, int kStride, bool kInside, int kChunks>
+  // lacks some of them, these vectors are read byte by byte.
+  template <int kElements, int kStride, bool kInside, int kVectors>
   __device__ void load(int column, const Bounds& bounds,
-                       MaskBytes<kElements> (&bytes)[kChunks]) const {
+                       MaskBytes<kElements> (&bytes)[kVectors]) const {
     const bool is_before_end =
-        column + (kChunks - 1) * kStride + 2 * kElements <= bounds.end;  // and so are its words
+        column + (kVectors - 1) * kStride + 2 * kElements <= bounds.end;  // and so are its words
     if (!has_words && (column_stride != 1 || !is_before_end)) {
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         const int at = column + i * kStride;
         if (at >= bounds.end) continue;
 #pragma unroll 1
@@ -141,7 +141,7 @@ struct BoolMask {
       }
     } else if (is_aligned(row + column, kElements)) {
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         const int at = column + i * kStride;
         if (kInside || at < bounds.end)
           bytes[i] = *reinterpret_cast<const MaskBytes<kElements>*>(row + at);
@@ -153,14 +153,14 @@ struct BoolMask {
         if (kInside || (at < bounds.end && at + kElements > bounds.begin))
           word = *reinterpret_cast<const MaskBytes<kElements>*>(row + at);
       };
-      MaskBytes<kElements> next[kChunks];
+      MaskBytes<kElements> next[kVectors];
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         load(before + i * kStride, bytes[i]);
         load(before + i * kStride + kElements, next[i]);
       }
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) bytes[i].shift_out(shift, next[i]);
+      for (int i = 0; i < kVectors; ++i) bytes[i].shift_out(shift, next[i]);
     }
   }
 };
@@ -172,14 +172,14 @@ struct PossibleMask : BoolMask {
   __device__ bool excluded(int column) const {
     return row != nullptr && BoolMask::excluded(column);
   }
-  template <int kElements, int kStride, bool kInside, int kChunks>
+  template <int kElements, int kStride, bool kInside, int kVectors>
   __device__ void load(int column, const Bounds& bounds,
-                       MaskBytes<kElements> (&bytes)[kChunks]) const {
+                       MaskBytes<kElements> (&bytes)[kVectors]) const {
     if (row != nullptr) {
       BoolMask::load<kElements, kStride, kInside>(column, bounds, bytes);
     } else {
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) bytes[i] = {};
+      for (int i = 0; i < kVectors; ++i) bytes[i] = {};
     }
   }
 };
@@ -202,7 +202,7 @@ struct NoBias {
   using Element = float;
 };
 
-// A bias in its own type; chunks.cuh reads it as it reads scores.
+// A bias in its own type; row_vectors.cuh reads it as it reads scores.
 template <class T>
 struct AddedBias {
   static constexpr bool kPresent = true;

@@ -30,38 +30,40 @@ struct TopkProbability {
         columns(static_cast<int>(params.shape.columns)),
         is_nan(max != max) {
     if (max != -INFINITY) return;
-    // Of a row without anything left nothing is visible: -inf, and every probability is 0.
+    // A row without a visible entry: -inf, and every probability is 0.
     this->max = 0.f;
     offset = params.can_exclude ? 0.f : NAN;
   }
   __device__ float operator()(float x, int column) const {
     const float p = exp2_approximate(fmaf(fmaf(x, sign, -max), c, offset));
-    const bool is_of_row = column >= 0 && column < columns;  // not beside it in an end's chunk
+    const bool is_of_row = column >= 0 && column < columns;  // not beside it in an end's vector
     return Mask::kPresent && is_nan && is_of_row && mask.excluded(column) ? 0.f : p;
   }
 };
 
-// One of the k: where it is, if in reach, and what it adds there.
+// One of the k entries, and what it adds to the gradient of its logit.
 struct TopkEntry {
-  int column = -1;
-  float p = 0.f, selected = 0.f, gradient = 0.f;  // of all, of the k, of the latter
+  int column = -1;       // -1: not in this part of the row
+  float p = 0.f;         // its probability among all logits
+  float selected = 0.f;  // as it was returned, among the k if renormalised
+  float gradient = 0.f;  // of `selected`
 };
 
-// With kIsDense rows have neither mask nor bias, and follow each other: their chunks are loaded
-// whole, at the ends with what lies beside the row in the same 16 bytes, where the storage holds
-// them.
-template <class T, class Mask, class Bias, int kRegime, bool kIsDense>
+// With kIsContiguous rows have neither mask nor bias, and follow each other: their vectors are
+// loaded whole, at the ends with what lies beside the row in the same 16 bytes, where the storage
+// holds them.
+template <class T, class Mask, class Bias, int kRegime, bool kIsContiguous>
 __global__ void __launch_bounds__(
     kTopkBackwardRegimes[kRegime].threads(),
     (blocks_with_registers(Bias::blocks_per_sm(kTopkBackwardRegimes[kRegime].blocks_per_sm /
-                                               (kIsDense ? 1 : 2)),
+                                               (kIsContiguous ? 1 : 2)),
                            kTopkBackwardRegimes[kRegime].threads())))
     topk_backward_kernel(const __grid_constant__ TopkBackwardParams params,
-                         const __grid_constant__ Schedule schedule) {
+                         const __grid_constant__ TopkSchedule schedule) {
   constexpr TopkBackwardRegime kShape = kTopkBackwardRegimes[kRegime];
   constexpr int kThreads = kShape.threads_per_row, kElements = kPackElements<T>;
-  constexpr int kChunks = kShape.chunks_per_thread;
-  constexpr int kStride = kThreads * kElements, kUnit = kChunks * kStride;
+  constexpr int kVectors = kShape.vectors_per_thread;
+  constexpr int kStride = kThreads * kElements, kSegment = kVectors * kStride;
   constexpr int kBlock = kThreads * kShape.rows_per_block;
   using Owner = std::conditional_t<(kThreads > 32), BlockRow<kThreads>, WarpRow<kThreads>>;
   Owner owner;
@@ -72,66 +74,66 @@ __global__ void __launch_bounds__(
   const int64_t row = is_row ? number : params.rows - 1;
   const RowIndex index = row_at(schedule, row);
   const int columns = static_cast<int>(params.shape.columns);
-  using Grid = std::conditional_t<kIsDense, LineGrid<kElements>, ChunkGrid<kElements>>;
+  using Grid = std::conditional_t<kIsContiguous, LineGrid<kElements>, VectorGrid<kElements>>;
   const RowPlace<kElements, Grid> place(params.shape, index, Bounds{0, columns});
-  const int begin = place.first_column + part * schedule.max_units * kUnit;
+  const int begin = place.first_column + part * schedule.max_segments * kSegment;
   const Bounds bounds{max(begin, 0),
-                      static_cast<int>(min(int64_t{begin} + schedule.max_units * kUnit,
+                      static_cast<int>(min(int64_t{begin} + schedule.max_segments * kSegment,
                                            static_cast<int64_t>(columns)))};
   const T* const logits_row =
       static_cast<const T*>(params.scores.data) + index.offset_in(params.scores);
   const Logits<T, Mask, Bias> logits(params, index, bounds, place.grid);
   const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
-  // Such rows of several units come through a ring, where each thread reads what it has copied.
-  constexpr bool kHasRing = kIsDense && kShape.units > 1;
+  // Such rows of several segments come through a ring, where each thread reads what it has copied.
+  constexpr bool kHasRing = kIsContiguous && kShape.segments > 1;
   extern __shared__ __align__(16) char shared_memory[];
   Pack<T>* const ring = reinterpret_cast<Pack<T>*>(shared_memory) + threadIdx.x;
-  const auto place_in_ring = [&](int unit) {
-    return ring + unit % kTopkBackwardStages * (kChunks * kBlock);
+  const auto place_in_ring = [&](int segment) {
+    return ring + segment % kTopkBackwardStages * (kVectors * kBlock);
   };
-  Pack<T> raw[kChunks];
-  // Where the last chunk may begin that is read whole.
+  Pack<T> raw[kVectors];
+  // Where the last vector may begin that is read whole.
   const int last_whole =
       min(bounds.end - 1,
-          has_whole_chunks(params.scores, logits_row) ? columns - 1 : columns - kElements);
+          has_whole_vectors(params.scores, logits_row) ? columns - 1 : columns - kElements);
   const auto load_end = [&](int at) {
     return load_partial<T, kElements>(logits_row + at, 1, bounds.begin - at, bounds.end - at);
   };
-  const auto start = [&](int unit) {
-    if (!kIsDense || !has_first_term) return;
-    const int first = begin + unit * kUnit + owner.thread() * kElements;
+  const auto start = [&](int segment) {
+    if (!kIsContiguous || !has_first_term) return;
+    const int first = begin + segment * kSegment + owner.thread() * kElements;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int at = first + i * kStride;
       if constexpr (kHasRing) {
-        if (at <= last_whole) start_copy(place_in_ring(unit) + i * kBlock, logits_row + at);
+        if (at <= last_whole) start_copy(place_in_ring(segment) + i * kBlock, logits_row + at);
       } else if (at < bounds.end) {
-        raw[i] = at <= last_whole ? load_streaming<T, kElements>(logits_row + at) : load_end(at);
+        raw[i] = at <= last_whole ? load_pack<T, kElements, true>(logits_row + at) : load_end(at);
       }
     }
     if constexpr (kHasRing) {
       end_copies();
       if (last_whole >= bounds.end - 1) return;
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         const int at = first + i * kStride;
-        if (at > last_whole && at < bounds.end) place_in_ring(unit)[i * kBlock] = load_end(at);
+        if (at > last_whole && at < bounds.end) place_in_ring(segment)[i * kBlock] = load_end(at);
       }
     }
   };
-  const auto finish = [&](int unit) {
+  const auto finish = [&](int segment) {
     if constexpr (kHasRing) {
       wait_for_older_copies<kTopkBackwardStages - 1>();
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) raw[i] = place_in_ring(unit)[i * kBlock];
-    } else if constexpr (!kIsDense) {
+      for (int i = 0; i < kVectors; ++i) raw[i] = place_in_ring(segment)[i * kBlock];
+    } else if constexpr (!kIsContiguous) {
       const RowReader<T, kElements, true> reader(params.scores, params.is_contiguous,
                                                  place.first_element, index, place.grid, bounds,
                                                  columns);
-      reader.template load<kStride>(begin + unit * kUnit + owner.thread() * kElements, raw);
+      reader.template load<kStride>(begin + segment * kSegment + owner.thread() * kElements, raw);
     }
   };
-  for (int unit = 0; unit < (kHasRing ? kTopkBackwardStages : 1); ++unit) start(unit);
+  for (int segment = 0; segment < (kHasRing ? kTopkBackwardStages : 1); ++segment) start(segment);
 
   // All that does not depend on each other is read before the first of it is used.
   const float largest = params.statistics[row], log_sum = params.statistics[params.rows + row];
@@ -151,13 +153,13 @@ __global__ void __launch_bounds__(
   TopkEntry first_entry;
   if (owner.thread() < params.k) first_entry = read_entry(owner.thread());
   const TopkProbability<Mask> probability(params, logits.mask, largest, log_sum,
-                                          kIsDense && params.scale < 0 ? -1.f : 1.f,
+                                          kIsContiguous && params.scale < 0 ? -1.f : 1.f,
                                           exponent_of<Bias>(params).c);
   const auto find_probability = [&](TopkEntry& entry) {
     if (entry.column < 0) return;
-    const float x =
-        kIsDense ? to_float(logits_row[entry.column])
-                 : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row, entry.column);
+    const float x = kIsContiguous ? to_float(logits_row[entry.column])
+                                  : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row,
+                                                            entry.column);
     entry.p = probability(x, entry.column);
   };
   find_probability(first_entry);
@@ -170,11 +172,11 @@ __global__ void __launch_bounds__(
   const float of_all = params.renormalize ? h : h - sum, weight = of_all * params.factor;
   const bool is_finite = fabsf(weight) < INFINITY;
 
-  // Rows of one unit meet their entries in shared memory, and are written in whole sectors.
-  constexpr bool kIsStaged = kShape.units == 1;
+  // Rows of one segment meet their entries in shared memory, and are written in whole sectors.
+  constexpr bool kIsStaged = kShape.segments == 1;
   static_assert(!kIsStaged || kThreads <= 32);
-  constexpr int kReads = kIsDense ? 1 : kChunks;
-  [[maybe_unused]] __shared__ float staged[kIsStaged ? kChunks : 1][kIsStaged ? kBlock : 1]
+  constexpr int kReads = kIsContiguous ? 1 : kVectors;
+  [[maybe_unused]] __shared__ float staged[kIsStaged ? kVectors : 1][kIsStaged ? kBlock : 1]
                                           [kElements];
   with_result_dtype<T>(params.logits_gradient_type, [&](auto tag) {
     using Out = decltype(tag);
@@ -215,14 +217,16 @@ __global__ void __launch_bounds__(
       [[maybe_unused]] float read[kReads][kElements];
       if (has_first_term) {
         finish(0);
-        if constexpr (!kIsDense) logits.template of<kStride, false>(params, begin, at, raw, read);
+        if constexpr (!kIsContiguous)
+          logits.template of<kStride, false>(params, begin, at, raw, read);
       }
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         float z[kElements] = {};
         if (has_first_term && at + i * kStride < bounds.end) {
 #pragma unroll
-          for (int j = 0; j < kElements; ++j) z[j] = kIsDense ? raw[i][j] : read[i % kReads][j];
+          for (int j = 0; j < kElements; ++j)
+            z[j] = kIsContiguous ? raw[i][j] : read[i % kReads][j];
           weigh(at + i * kStride, z);
         }
 #pragma unroll
@@ -230,14 +234,14 @@ __global__ void __launch_bounds__(
       }
       __syncwarp();
       for_entries([&](int column, float dz) {
-        const int chunk = (column - begin) / kElements;
-        staged[chunk / kThreads][first_thread + chunk % kThreads][(column - begin) % kElements] =
+        const int vector = (column - begin) / kElements;
+        staged[vector / kThreads][first_thread + vector % kThreads][(column - begin) % kElements] =
             dz;
       });
       __syncwarp();
       if (!is_row) return;
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         if (at + i * kStride >= bounds.end) continue;
         float z[kElements];
 #pragma unroll
@@ -248,28 +252,28 @@ __global__ void __launch_bounds__(
     }
     int first = begin;
 #pragma unroll 1
-    for (int unit = 0; first < bounds.end; ++unit, first += kUnit) {
+    for (int segment = 0; first < bounds.end; ++segment, first += kSegment) {
       const int at = first + owner.thread() * kElements;
       if (!has_first_term) {
-        if (is_row) writer.template fill_behind<kStride, kChunks>(at, begin);
+        if (is_row) writer.template fill_behind<kStride, kVectors>(at, begin);
         continue;
       }
-      finish(unit);
-      if constexpr (kIsDense) {
+      finish(segment);
+      if constexpr (kIsContiguous) {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
+        for (int i = 0; i < kVectors; ++i) {
           if (at + i * kStride >= bounds.end || !is_row) continue;
           float z[kElements];
 #pragma unroll
           for (int j = 0; j < kElements; ++j) z[j] = raw[i][j];
           write(at + i * kStride, z);
         }
-        if constexpr (kHasRing) start(unit + kTopkBackwardStages);
+        if constexpr (kHasRing) start(segment + kTopkBackwardStages);
       } else {
-        float z[kChunks][kElements];
+        float z[kVectors][kElements];
         logits.template of<kStride, false>(params, first, at, raw, z);
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
+        for (int i = 0; i < kVectors; ++i) {
           if (at + i * kStride < bounds.end && is_row) write(at + i * kStride, z[i]);
         }
       }

@@ -1,7 +1,6 @@
 #pragma once
 // The largest of a lane's logits in tile.cuh, without keys of all of them.
-//
-// Of every two logits the larger one stays, without its position: halves two to an operation. The
+// The larger of every two logits stays, without its position: halves two to an operation. The
 // k-th largest of those is a threshold that at least k logits reach, and few more than k. A second
 // look marks the logits that reach it, a bit for each, and only of them keys are made and sorted.
 
@@ -43,37 +42,37 @@ struct TileWord {
 // So many keys are made where so few are kept.
 constexpr int most_candidates(int longest) { return 3 * longest; }
 
-// Enough of every two for the list, and more logits than candidates: chunks behind the row's end,
+// Enough of every two for the list, and more logits than candidates: vectors behind the row's end,
 // which no key must be made of, are candidates only together with all of the lane's.
 template <class T>
-constexpr bool can_have_candidates(int longest, int chunks) {
-  return chunks >= 4 && 2 * chunks >= longest &&
-         most_candidates(longest) < chunks * kPackElements<T>;
+constexpr bool can_have_candidates(int longest, int vectors) {
+  return vectors >= 4 && 2 * vectors >= longest &&
+         most_candidates(longest) < vectors * kPackElements<T>;
 }
 
-template <class T, int kLongest, int kChunks>
+template <class T, int kLongest, int kVectors>
 struct TileCandidates {
   using Word = TileWord<T>;
   static constexpr int kElements = kPackElements<T>, kWords = Pack<T>::kWords;
   // Bits of a word's lanes, and words whose bits fill 32.
   static constexpr uint32_t kBits = sizeof(T) == 2 ? 0x10001u : 1u;
   static constexpr int kWordsOfMask = 16 * sizeof(T) / 2;
-  static constexpr int kMasks = (kChunks * kWords + kWordsOfMask - 1) / kWordsOfMask;
+  static constexpr int kMasks = (kVectors * kWords + kWordsOfMask - 1) / kWordsOfMask;
   static_assert(kMasks <= 2);
-  static constexpr int kLastBit = sizeof(T) == 2 ? 31 : kChunks * kWords - 1;
-  static_assert(sizeof(T) == 4 || kChunks * kWords % kWordsOfMask == 0);
+  static constexpr int kLastBit = sizeof(T) == 2 ? 31 : kVectors * kWords - 1;
+  static_assert(sizeof(T) == 4 || kVectors * kWords % kWordsOfMask == 0);
 
   Word tops[kLongest];  // of every two the larger, in order
   Word threshold;
   uint32_t marks[kMasks] = {};
 
-  // read(i): the lane's i-th chunk.
+  // read(i): the lane's i-th vector.
   template <class Read>
   __device__ __forceinline__ void find_threshold(int k, Read&& read) {
-    constexpr int kStep = kLongest / 2;  // chunks whose pairs are sorted together
-    static_assert(kChunks % kStep == 0);
+    constexpr int kStep = kLongest / 2;  // vectors whose pairs are sorted together
+    static_assert(kVectors % kStep == 0);
 #pragma unroll
-    for (int i = 0; i < kChunks; i += kStep) {
+    for (int i = 0; i < kVectors; i += kStep) {
       Word some[kLongest];
 #pragma unroll
       for (int j = 0; j < kStep; ++j) {
@@ -95,10 +94,10 @@ struct TileCandidates {
     return max(tops[0], tops[0].swapped()).first() + 0.f;  // -0 + 0 = 0
   }
 
-  __device__ __forceinline__ void mark(int chunk, const Pack<T>& pack) {
+  __device__ __forceinline__ void mark(int vector, const Pack<T>& pack) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const int word = chunk * kWords + i;
+      const int word = vector * kWords + i;
       marks[word / kWordsOfMask] |=
           Word(pack.words[i]).reaches(threshold) & kBits << word % kWordsOfMask;
     }
@@ -140,7 +139,7 @@ struct TileCandidates {
 
  private:
   // The k-th largest of all lanes of `tops`, for k = kK, or a lower number where k is below that.
-  // Of halves those kK largest are i of one and kK - i of the other.
+  // The kK largest of two halves are i of one and kK - i of the other.
   template <int kK>
   __device__ __forceinline__ Word largest_reached(int k) const {
     if constexpr (kK > 1 && 2 * kK > kLongest) {

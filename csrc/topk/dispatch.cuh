@@ -23,19 +23,19 @@ cudaError_t with_policies(const TopkParams& params, Body&& body) {
                                      : with_bias.template operator()<NoMask>();
 }
 
-template <class T, int kLongest = 2, int kChunks = 1>
+template <class T, int kLongest = 2, int kVectors = 1>
 cudaError_t launch_topk_tiles(const TopkForwardParams& params, const TopkPlan& plan,
                               cudaStream_t stream) {
   constexpr int kStep = kLongest / kPackElements<T>;
   if (kLongest < tile_list_length(params.k)) {
     if constexpr (kLongest < kTileMaxK)
-      return launch_topk_tiles<T, 2 * kLongest, kChunks>(params, plan, stream);
-  } else if (kChunks < plan.tiles.lane_chunks) {
-    if constexpr (kChunks < kMaxTileChunks)
-      return launch_topk_tiles<T, kLongest, 2 * kChunks>(params, plan, stream);
-  } else if constexpr (kChunks >= kStep) {
-    return launch(topk_tile_kernel<T, kLongest, kChunks>, dim3(static_cast<unsigned>(plan.blocks)),
-                  dim3(kTileThreads), plan.shared_bytes, Together::kNot, 1, stream, params,
+      return launch_topk_tiles<T, 2 * kLongest, kVectors>(params, plan, stream);
+  } else if (kVectors < plan.tiles.lane_vectors) {
+    if constexpr (kVectors < kMaxTileVectors)
+      return launch_topk_tiles<T, kLongest, 2 * kVectors>(params, plan, stream);
+  } else if constexpr (kVectors >= kStep) {
+    return launch(topk_tile_kernel<T, kLongest, kVectors>, dim3(static_cast<unsigned>(plan.blocks)),
+                  dim3(plan.threads), plan.shared_bytes, Together::kNot, 1, stream, params,
                   plan.tiles);
   }
   return cudaErrorInvalidValue;
@@ -48,12 +48,12 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
   return with_policies<T>(params, [&]<class Mask, class Bias>() {
     return with_regime(kTopkRegimes, plan.regime, [&]<int kIndex>() {
       constexpr TopkRegime kRegime = kTopkRegimes[kIndex];
-      const Schedule& schedule = plan.schedule;
+      const TopkSchedule& schedule = plan.schedule;
       const Together together = schedule.is_cluster                   ? Together::kInClusters
                                 : kRegime.blocks_per_row == kWholeGpu ? Together::kAll
                                                                       : Together::kNot;
       const auto launch_kernel = [&](auto kernel) {
-        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(kRegime.threads),
+        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
                       plan.shared_bytes, together, schedule.blocks_per_row, stream, params,
                       schedule);
       };
@@ -77,10 +77,8 @@ cudaError_t topk_backward_instance(const TopkBackwardParams& params, const TopkP
   return with_policies<T>(params, [&]<class Mask, class Bias>() {
     return with_regime(kTopkBackwardRegimes, plan.regime, [&]<int kIndex>() {
       const auto launch_kernel = [&](auto kernel) {
-        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)),
-                      dim3(kTopkBackwardRegimes[kIndex].threads()),
-                      kTopkBackwardRegimes[kIndex].ring_bytes(), Together::kNot, 1, stream, params,
-                      plan.schedule);
+        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+                      plan.shared_bytes, Together::kNot, 1, stream, params, plan.schedule);
       };
       if constexpr (!Mask::kPresent && !Bias::kPresent) {
         if (params.is_contiguous)

@@ -14,48 +14,48 @@
 namespace megasoftmax {
 
 // A block's part of a row. With kHasUnitStride rows have neither mask nor bias, and their logits
-// lie side by side: their chunks are loaded whole, at the ends with what lies beside the row in the
-// same 16 bytes, or before it in its line of 128 bytes, where the storage holds them.
-template <class T, class Mask, class Bias, int kThreads, int kUnitChunks, bool kHasUnitStride>
+// lie side by side: their vectors are loaded whole, at the ends with what lies beside the row in
+// the same 16 bytes, or before it in its line of 128 bytes, where the storage holds them.
+template <class T, class Mask, class Bias, int kThreads, int kSegmentVectors, bool kHasUnitStride>
 struct TopkPart {
   static constexpr int kElements = kPackElements<T>;
-  static constexpr int kStride = kThreads * kElements, kUnit = kUnitChunks * kStride;
-  static constexpr int kGroupElements = kUnitChunks * kElements;  // of one unit
+  static constexpr int kStride = kThreads * kElements, kSegment = kSegmentVectors * kStride;
+  static constexpr int kGroupElements = kSegmentVectors * kElements;  // of one segment
 
   const TopkForwardParams& params;
   RowIndex index;
   const T* row;
-  ChunkGrid<kElements> grid;
-  int begin;  // the column of its first chunk
-  int units, units_per_group;
+  VectorGrid<kElements> grid;
+  int begin;  // the column of its first vector
+  int segments, segments_per_group;
   Bounds bounds;
-  int last_whole;  // where the last chunk may begin that is read whole
+  int last_whole;  // where the last vector may begin that is read whole
   Logits<T, Mask, Bias> logits;
 
-  __device__ TopkPart(const TopkForwardParams& params, const Schedule& schedule,
+  __device__ TopkPart(const TopkForwardParams& params, const TopkSchedule& schedule,
                       const RowIndex& index, int rank)
       : params(params),
         index(index),
         row(static_cast<const T*>(params.scores.data) + index.offset_in(params.scores)),
-        grid(std::conditional_t<kHasUnitStride, LineGrid<kElements>, ChunkGrid<kElements>>::
+        grid(std::conditional_t<kHasUnitStride, LineGrid<kElements>, VectorGrid<kElements>>::
                  aligned_to(static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T)),
                             columns())),
         begin(begin_of(grid, schedule, rank)),
-        units(min(schedule.max_units, divide_up(columns() - begin, kUnit))),
-        units_per_group(schedule.unit_batches),
-        bounds{max(begin, 0), min(begin + units * kUnit, columns())},
-        last_whole(min(bounds.end - 1, has_whole_chunks(params.scores, row)
+        segments(min(schedule.max_segments, divide_up(columns() - begin, kSegment))),
+        segments_per_group(schedule.segments_per_group),
+        bounds{max(begin, 0), min(begin + segments * kSegment, columns())},
+        last_whole(min(bounds.end - 1, has_whole_vectors(params.scores, row)
                                            ? columns() - 1
                                            : columns() - kElements)),
         logits(params, index, bounds, grid) {}
 
   __device__ int columns() const { return static_cast<int>(params.shape.columns); }
-  // The column of a thread's first chunk in a unit.
-  __device__ int column(int unit, int thread) const {
-    return begin + unit * kUnit + thread * kElements;
+  // The column of a thread's first vector in a segment.
+  __device__ int column(int segment, int thread) const {
+    return begin + segment * kSegment + thread * kElements;
   }
-  // The column of a thread's i-th logit of a unit, from the unit's first.
-  __device__ static int place_in_unit(int thread, int i) {
+  // The column of a thread's i-th logit of a segment, from the segment's first.
+  __device__ static int place_in_segment(int thread, int i) {
     return i / kElements * kStride + thread * kElements + i % kElements;
   }
   __device__ float logit(int column) const {
@@ -67,22 +67,22 @@ struct TopkPart {
   __device__ MaxAndSum sum(uint32_t* groups, Exponent exponent, uint32_t (&delegates)[2]) const {
     MaxAndSum mine{kLowest, 0.f};
     float largest = -INFINITY;
-    int left = units_per_group;
+    int left = segments_per_group;
     delegates[0] = delegates[1] = 0;
-    Pack<T> raw[kUnitChunks];
-    if (kHasUnitStride && units > 0) load_unit(0, raw);
+    Pack<T> raw[kSegmentVectors];
+    if (kHasUnitStride && segments > 0) load_segment(0, raw);
 #pragma unroll 1
-    for (int unit = 0; unit < units; ++unit) {
-      if constexpr (kHasUnitStride && kThreads == 32) prefetch_unit(unit + 1);
-      largest = fmaxf(largest, sum_unit(unit, raw, mine, exponent));
-      if (--left > 0 && unit + 1 < units) continue;
+    for (int segment = 0; segment < segments; ++segment) {
+      if constexpr (kHasUnitStride && kThreads == 32) prefetch_segment(segment + 1);
+      largest = fmaxf(largest, sum_segment(segment, raw, mine, exponent));
+      if (--left > 0 && segment + 1 < segments) continue;
       const uint32_t value = ordered(largest);
       *groups = value;
       groups += kThreads;
       delegates[1] = max(delegates[1], min(delegates[0], value));
       delegates[0] = max(delegates[0], value);
       largest = -INFINITY;
-      left = units_per_group;
+      left = segments_per_group;
     }
     return mine;
   }
@@ -91,13 +91,13 @@ struct TopkPart {
   __device__ void find_nan(uint32_t* groups, uint32_t (&delegates)[2]) const {
     const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll 1
-    for (int unit = 0; unit < units; ++unit) {
+    for (int segment = 0; segment < segments; ++segment) {
 #pragma unroll 1
       for (int i = 0; i < kGroupElements; ++i) {
-        const int column = this->column(unit, 0) + place_in_unit(thread, i);
+        const int column = this->column(segment, 0) + place_in_segment(thread, i);
         if (!bounds.contains(column)) continue;
         const float z = logit(column);
-        if (z != z) groups[unit / units_per_group * kThreads] = delegates[0] = ordered(z);
+        if (z != z) groups[segment / segments_per_group * kThreads] = delegates[0] = ordered(z);
       }
     }
   }
@@ -106,7 +106,7 @@ struct TopkPart {
   __device__ void collect(uint64_t threshold, const uint32_t* groups,
                           Selection<kThreads>& selection) const {
     const int thread = static_cast<int>(threadIdx.x);
-    const int group_count = divide_up(units, units_per_group);
+    const int group_count = divide_up(segments, segments_per_group);
     const auto least = static_cast<uint32_t>(threshold >> 32);
     uint32_t wanted = 0;  // a bit for each group of this thread
     static_assert(kMaxGroups <= 32);
@@ -117,7 +117,7 @@ struct TopkPart {
 #pragma unroll 1
       for (uint32_t left = wanted; left != 0; left &= left - 1) {
         const int group = __ffs(left) - 1;
-        const int first = max(column(group * units_per_group, thread), 0);
+        const int first = max(column(group * segments_per_group, thread), 0);
         if (groups[group * kThreads] == least &&
             static_cast<uint32_t>(threshold) > ~static_cast<uint32_t>(first))
           wanted &= ~(left & -left);
@@ -141,104 +141,106 @@ struct TopkPart {
   }
 
  private:
-  __device__ int begin_of(ChunkGrid<kElements> grid, const Schedule& schedule, int rank) const {
-    const int64_t first = grid.column(0) + int64_t{rank} * schedule.max_units * kUnit;
+  __device__ int begin_of(VectorGrid<kElements> grid, const TopkSchedule& schedule,
+                          int rank) const {
+    const int64_t first = grid.column(0) + int64_t{rank} * schedule.max_segments * kSegment;
     return static_cast<int>(min(first, params.shape.columns));
   }
 
-  // To the L2 cache: the whole chunks of a unit.
-  __device__ __forceinline__ void prefetch_unit(int unit) const {
-    const int first = column(unit, 0), end = min(first + kUnit, bounds.end);
+  // To the L2 cache: the whole vectors of a segment.
+  __device__ __forceinline__ void prefetch_segment(int segment) const {
+    const int first = column(segment, 0), end = min(first + kSegment, bounds.end);
     const int bytes = (end - first) * static_cast<int>(sizeof(T)) & -16;
     if (bytes > 0 && threadIdx.x == 0) prefetch_to_cache(row + first, bytes);
   }
 
-  // A unit's chunks. What is behind the bounds is unspecified.
-  __device__ __forceinline__ void load_unit(int unit, Pack<T> (&raw)[kUnitChunks]) const {
-    const int at = column(unit, static_cast<int>(threadIdx.x));
+  // A segment's vectors. What is behind the bounds is unspecified.
+  __device__ __forceinline__ void load_segment(int segment, Pack<T> (&raw)[kSegmentVectors]) const {
+    const int at = column(segment, static_cast<int>(threadIdx.x));
     const T* const source = keep_in_register(row + at);
     const int room = last_whole - at;
-    Pack<T> loaded[kUnitChunks];
+    Pack<T> loaded[kSegmentVectors];
 #pragma unroll
-    for (int i = 0; i < kUnitChunks; ++i) {
-      if (i * kStride <= room) loaded[i] = load_streaming<T, kElements>(source + i * kStride);
+    for (int i = 0; i < kSegmentVectors; ++i) {
+      if (i * kStride <= room) loaded[i] = load_pack<T, kElements, true>(source + i * kStride);
     }
     if (last_whole < bounds.end - 1) {
 #pragma unroll
-      for (int i = 0; i < kUnitChunks; ++i) {
+      for (int i = 0; i < kSegmentVectors; ++i) {
         if (at + i * kStride > last_whole && at + i * kStride < bounds.end)
-          loaded[i] = load_partial_chunk(at + i * kStride);
+          loaded[i] = load_partial_vector(at + i * kStride);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kUnitChunks; ++i) raw[i] = loaded[i];
+    for (int i = 0; i < kSegmentVectors; ++i) raw[i] = loaded[i];
   }
 
-  // Adds a thread's chunks of a unit to its sum; returns the largest logit. With kHasUnitStride
-  // they are in `raw`, to which those of the next unit come while the second half is summed. All of
-  // them at a time: whoever waits for a load waits for the later ones of a loop too.
-  __device__ __forceinline__ float sum_unit(int unit, Pack<T> (&raw)[kUnitChunks], MaxAndSum& mine,
-                                            Exponent exponent) const {
-    const int first = begin + unit * kUnit, at = column(unit, static_cast<int>(threadIdx.x));
-    const bool is_inside = first >= bounds.begin && first + kUnit <= bounds.end;
+  // Adds a thread's vectors of a segment to its sum; returns the largest logit. With kHasUnitStride
+  // they are in `raw`, to which those of the next segment come while the second half is summed. All
+  // of them at a time: whoever waits for a load waits for the later ones of a loop too.
+  __device__ __forceinline__ float sum_segment(int segment, Pack<T> (&raw)[kSegmentVectors],
+                                               MaxAndSum& mine, Exponent exponent) const {
+    const int first = begin + segment * kSegment,
+              at = column(segment, static_cast<int>(threadIdx.x));
+    const bool is_inside = first >= bounds.begin && first + kSegment <= bounds.end;
     float largest = -INFINITY;
     if constexpr (!kHasUnitStride) {
       const RowReader<T, kElements, true> reader(params.scores, false, 0, index, grid, bounds,
                                                  columns());
       reader.template load<kStride>(at, raw);
-      if (is_inside) return sum_chunks<true>(first, at, raw, mine, exponent);
+      if (is_inside) return sum_vectors<true>(first, at, raw, mine, exponent);
 #pragma unroll
-      for (int i = 0; i < kUnitChunks; ++i) {  // one by one: ends of rows need the registers
+      for (int i = 0; i < kSegmentVectors; ++i) {  // one by one: ends of rows need the registers
         if (first + i * kStride >= bounds.end) break;
-        Pack<T> chunk[1] = {raw[i]};
-        largest = fmaxf(largest, sum_chunks<false>(first + i * kStride, at + i * kStride, chunk,
-                                                   mine, exponent));
+        Pack<T> vector[1] = {raw[i]};
+        largest = fmaxf(largest, sum_vectors<false>(first + i * kStride, at + i * kStride, vector,
+                                                    mine, exponent));
       }
     } else {
-      constexpr int kHalf = kUnitChunks / 2;
+      constexpr int kHalf = kSegmentVectors / 2;
       Pack<T> half[kHalf];
       take_half<0>(raw, at, is_inside, half);
       largest = sum_packs(half, mine, exponent);
       if (first + kHalf * kStride >= bounds.end) return largest;
       take_half<kHalf>(raw, at, is_inside, half);
-      if (unit + 1 < units) load_unit(unit + 1, raw);
+      if (segment + 1 < segments) load_segment(segment + 1, raw);
       largest = fmaxf(largest, sum_packs(half, mine, exponent));
     }
     return largest;
   }
 
-  // The chunks from kFirst on, of those that begin at column `at`, with -inf outside the bounds,
+  // The vectors from kFirst on, of those that begin at column `at`, with -inf outside the bounds,
   // and with their signs turned where the scale is negative: an operation in any case, behind which
   // the registers of `raw` are free.
   template <int kFirst>
-  __device__ void take_half(const Pack<T> (&raw)[kUnitChunks], int at, bool is_inside,
-                            Pack<T> (&half)[kUnitChunks / 2]) const {
+  __device__ void take_half(const Pack<T> (&raw)[kSegmentVectors], int at, bool is_inside,
+                            Pack<T> (&half)[kSegmentVectors / 2]) const {
     const uint32_t flips = params.scale < 0 ? (sizeof(T) == 4 ? 0x80000000u : 0x80008000u) : 0u;
 #pragma unroll
-    for (int i = 0; i < kUnitChunks / 2; ++i) {
+    for (int i = 0; i < kSegmentVectors / 2; ++i) {
 #pragma unroll
       for (int word = 0; word < half[i].kWords; ++word)
         half[i].words[word] = raw[kFirst + i].words[word] ^ flips;
     }
     if (is_inside) return;
 #pragma unroll
-    for (int i = 0; i < kUnitChunks / 2; ++i) {
+    for (int i = 0; i < kSegmentVectors / 2; ++i) {
       const int first = at + (kFirst + i) * kStride;
       half[i].template fill_outside<Pack<T>::kLowestWord>(bounds.begin - first, bounds.end - first);
     }
   }
 
-  __device__ Pack<T> load_partial_chunk(int column) const {
+  __device__ Pack<T> load_partial_vector(int column) const {
     return load_partial<T, kElements>(row + column, 1, bounds.begin - column, bounds.end - column);
   }
 
   // Packs take half the registers of logits.
-  template <int kChunks>
-  __device__ static __forceinline__ float sum_packs(const Pack<T> (&raw)[kChunks], MaxAndSum& mine,
+  template <int kVectors>
+  __device__ static __forceinline__ float sum_packs(const Pack<T> (&raw)[kVectors], MaxAndSum& mine,
                                                     Exponent exponent) {
     const float largest = largest_lane(raw), max = raise_maximum(mine, largest, exponent);
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       float z[kElements];
 #pragma unroll
       for (int j = 0; j < kElements; ++j) z[j] = raw[i][j];
@@ -246,18 +248,18 @@ struct TopkPart {
     }
     return largest;
   }
-  template <bool kInside, int kChunks>
-  __device__ __forceinline__ float sum_chunks(int first, int at, Pack<T> (&raw)[kChunks],
-                                              MaxAndSum& mine, Exponent exponent) const {
-    float z[kChunks][kElements];
+  template <bool kInside, int kVectors>
+  __device__ __forceinline__ float sum_vectors(int first, int at, Pack<T> (&raw)[kVectors],
+                                               MaxAndSum& mine, Exponent exponent) const {
+    float z[kVectors][kElements];
     logits.template of<kStride, kInside>(params, first, at, raw, z);
     float largest = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i)
+    for (int i = 0; i < kVectors; ++i)
       largest = fmaxf(largest, reduce_pairwise(z[i], [](float a, float b) { return fmaxf(a, b); }));
     const float max = raise_maximum(mine, largest, exponent);
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) mine.sum += sum_of_exponentials(z[i], max, exponent);
+    for (int i = 0; i < kVectors; ++i) mine.sum += sum_of_exponentials(z[i], max, exponent);
     return largest;
   }
   __device__ static float raise_maximum(MaxAndSum& mine, float largest, Exponent exponent) {
@@ -271,38 +273,38 @@ struct TopkPart {
     return reduce_pairwise(z, [](float a, float b) { return a + b; });
   }
 
-  // The first `count` groups that wait: a thread looks at some chunks of them.
+  // The first `count` groups that wait: a thread looks at some vectors of them.
   __device__ void look_at(int count, uint64_t threshold, Selection<kThreads>& selection) const {
-    constexpr int kChunks = kHasUnitStride ? 2 : 1;  // that are loaded together
+    constexpr int kVectors = kHasUnitStride ? 2 : 1;  // that are loaded together
     const int thread = thread_index_anew();
 #pragma unroll 1
-    for (int unit = 0; unit < units_per_group; ++unit) {
+    for (int segment = 0; segment < segments_per_group; ++segment) {
 #pragma unroll 1
-      for (int i = thread; i < count * kUnitChunks; i += kChunks * kThreads) {
-        int first[kChunks];
-        Pack<T> raw[kChunks];
+      for (int i = thread; i < count * kSegmentVectors; i += kVectors * kThreads) {
+        int first[kVectors];
+        Pack<T> raw[kVectors];
 #pragma unroll
-        for (int j = 0; j < kChunks; ++j) {
+        for (int j = 0; j < kVectors; ++j) {
           first[j] = bounds.end;
           const int at = i + j * kThreads;
-          if (at < count * kUnitChunks) {
-            const int waiting = selection.waiting[at / kUnitChunks];
-            const int of_row = waiting / kThreads * units_per_group + unit;
-            if (of_row < units)
-              first[j] = column(of_row, waiting % kThreads) + at % kUnitChunks * kStride;
+          if (at < count * kSegmentVectors) {
+            const int waiting = selection.waiting[at / kSegmentVectors];
+            const int of_row = waiting / kThreads * segments_per_group + segment;
+            if (of_row < segments)
+              first[j] = column(of_row, waiting % kThreads) + at % kSegmentVectors * kStride;
           }
           if (kHasUnitStride && first[j] < bounds.end)
-            raw[j] = first[j] <= last_whole ? load_streaming<T, kElements>(row + first[j])
-                                            : load_partial_chunk(first[j]);
+            raw[j] = first[j] <= last_whole ? load_pack<T, kElements, true>(row + first[j])
+                                            : load_partial_vector(first[j]);
         }
 #pragma unroll
-        for (int j = 0; j < kChunks; ++j) look_at_chunk(raw[j], first[j], threshold, selection);
+        for (int j = 0; j < kVectors; ++j) look_at_vector(raw[j], first[j], threshold, selection);
         if (selection.count > kMaxCandidates) return;
       }
     }
   }
-  __device__ __forceinline__ void look_at_chunk(const Pack<T>& raw, int first, uint64_t threshold,
-                                                Selection<kThreads>& selection) const {
+  __device__ __forceinline__ void look_at_vector(const Pack<T>& raw, int first, uint64_t threshold,
+                                                 Selection<kThreads>& selection) const {
     const float least = logit_of(threshold);
     const auto z = [&](int j) { return kHasUnitStride ? raw[j] * sign() : logit(first + j); };
     const auto set_bits = [&](auto&& is_set) {  // without branches
@@ -382,10 +384,9 @@ struct TopkPartials {
   uint64_t* keys;     // [blocks of a row, k]
   uint64_t* arrived;  // of a cluster: the first block's barrier
 
-  __device__ TopkPartials(const TopkForwardParams& params, int64_t row, int blocks)
-      : sums(static_cast<MaxAndSum*>(params.workspace) + row * blocks),
-        keys(static_cast<uint64_t*>(params.workspace) + params.rows * blocks +
-             row * blocks * params.k),
+  __device__ TopkPartials(const TopkForwardParams& params, void* workspace, int64_t row, int blocks)
+      : sums(static_cast<MaxAndSum*>(workspace) + row * blocks),
+        keys(static_cast<uint64_t*>(workspace) + params.rows * blocks + row * blocks * params.k),
         arrived(nullptr) {}
   __device__ TopkPartials(char* shared, uint64_t* arrived, int blocks)
       : sums(reinterpret_cast<MaxAndSum*>(shared)),
@@ -418,7 +419,7 @@ __global__ void __launch_bounds__(
     (blocks_with_registers(kTopkBlocksPerSm<Bias, kRegime, kHasUnitStride>,
                            kTopkRegimes[kRegime].threads)))
     topk_forward_kernel(const __grid_constant__ TopkForwardParams params,
-                        const __grid_constant__ Schedule schedule) {
+                        const __grid_constant__ TopkSchedule schedule) {
   constexpr int kThreads = kTopkRegimes[kRegime].threads, kWarps = kThreads / 32;
   constexpr bool kSpreads = kTopkRegimes[kRegime].blocks_per_row != 1;
   extern __shared__ __align__(16) char shared_memory[];
@@ -445,7 +446,8 @@ __global__ void __launch_bounds__(
       }
     }
     const RowIndex index = row_at(schedule, row);
-    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].chunks_per_thread, kHasUnitStride>
+    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].vectors_per_thread,
+                   kHasUnitStride>
         part(params, schedule, index, rank);
     uint32_t delegates[2];
     const MaxAndSum mine = part.sum(groups + threadIdx.x, exponent, delegates);
@@ -485,10 +487,11 @@ __global__ void __launch_bounds__(
     });
     if constexpr (kSpreads) {
       const TopkPartials partials =
-          is_cluster ? TopkPartials(shared_memory + groups_bytes(schedule.max_units,
-                                                                 schedule.unit_batches, kThreads),
-                                    &arrived, blocks)
-                     : TopkPartials(params, row, blocks);
+          is_cluster
+              ? TopkPartials(shared_memory + groups_bytes(schedule.max_segments,
+                                                          schedule.segments_per_group, kThreads),
+                             &arrived, blocks)
+              : TopkPartials(params, schedule.workspace, row, blocks);
       if (thread == 0) partials.put_sum(rank, total);
       // In order, unless a cluster's block has fewer than k: they are handed on as they are.
       const int found = selection.count;

@@ -37,9 +37,9 @@ __device__ inline int count_reaching(const uint32_t (&values)[kValues], uint32_t
   return sum_of_lanes(count);
 }
 
-// A number that at least k of the values of a warp's lanes reach, and at most `most` unless so many
-// are equal, by halving what lies between the largest and the least, or the least of the first
-// kFirst. Values of 0 are none; 0 where fewer than k reach that least one.
+// A number that at least k of the values of a warp's lanes reach, and at most `most` of them unless
+// more are equal. It halves the range between the largest value and the least, or the least of the
+// first kFirst. Values of 0 do not count. The result is 0 if fewer than k values reach the least.
 template <int kFirst = 0, int kValues>
 __device__ inline uint32_t threshold_of(const uint32_t (&values)[kValues], int k, int most) {
   uint32_t before = ~0u, high = 0;  // `before`: the least
@@ -69,7 +69,8 @@ __device__ inline uint32_t threshold_of(const uint32_t (&values)[kValues], int k
 // as ranking takes the square of their number.
 __device__ inline int most_reaching(int k) { return k + min(k / 2, 32) + 4; }
 
-// The same for so many keys in shared memory, by one warp; at most 32 * kValues.
+// A threshold that at least k of `count` keys in shared memory reach, by one warp. There are at
+// most 32 * kValues keys.
 template <int kValues>
 __device__ inline uint64_t threshold_of_keys(const uint64_t* keys, int count, int k) {
   const int most = most_reaching(k), lane = static_cast<int>(threadIdx.x) % 32;

@@ -6,8 +6,19 @@
 
 namespace megasoftmax {
 
-// The logits are ForwardParams' scores, without sink and window, and of their probabilities there
-// are [rows, k].
+// Which part of a row a block has.
+struct TopkSchedule {
+  int blocks_per_row = 1;
+  bool is_cluster = false;     // several blocks of a row form a cluster
+  int max_segments = 0;        // of a block
+  int segments_per_group = 1;  // of each thread
+  // Forward, rows that lie over the whole GPU: what their blocks hand on to the first one.
+  void* workspace = nullptr;
+  Divider queries, heads;
+};
+
+// The logits are the scores of ForwardParams, which have a scale, a mask and a bias alone. There
+// are [rows, k] probabilities.
 struct TopkParams : ForwardParams {
   int k = 0;                   // at most kMaxK
   bool renormalize = false;    // they sum to 1

@@ -35,7 +35,7 @@ struct Selection {
       candidates[at] = key(__ffs(wanted) - 1);
   }
 
-  // Leaves the k best among the candidates, of which there is none yet. At least k keys reach
+  // Leaves the k best among the candidates. There is none yet. At least k keys reach
   // `least`; collect(least) appends every key from there on.
   template <class Collect>
   __device__ void select(int k, uint64_t least, Collect&& collect) {
@@ -77,7 +77,7 @@ struct Selection {
     return threshold_of<kOfLane>(values, k, most_reaching(k));
   }
 
-  // The same of a whole cluster: the largest delegate of every eight threads, which all blocks get.
+  // A threshold of a whole cluster: all blocks get the largest delegate of every eight threads.
   // In the place of the sorted keys.
   static constexpr int bytes_of_cluster(int blocks) { return blocks * kWarps * 16; }
   __device__ void share_with_cluster(uint32_t largest, int rank, int blocks) {

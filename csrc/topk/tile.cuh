@@ -2,11 +2,11 @@
 // The k largest of short rows, as those of a mixture-of-experts router, by the formulas of
 // forward.cuh without mask and bias.
 //
-// A block takes a tile of consecutive rows, which is contiguous, through shared memory in chunks of
-// 16 bytes. 1, 2, 4 ... or 32 lanes own a row and take its chunks in turn, at most kMaxTileChunks
-// each. They keep their largest keys in registers, in order; lanes of a row merge them by networks.
-// The results leave through shared memory too, so that all of memory is read and written in whole
-// sectors.
+// A block takes a tile of consecutive rows, which is contiguous, through shared memory in vectors
+// of 16 bytes. 1, 2, 4 ... or 32 lanes own a row and take its vectors in turn, at most
+// kMaxTileVectors each. They keep their largest keys in registers, in order; lanes of a row merge
+// them by networks. The results leave through shared memory too, so that all of memory is read and
+// written in whole sectors.
 //
 // What a lane keeps it finds in one of two ways. By candidates.cuh it makes keys of few logits
 // only. Where that cannot serve, as in tiny rows, rows with NaN or rows of equals, it makes keys of
@@ -73,48 +73,48 @@ struct TileKeys {
   }
 };
 
-template <class T, int kLongest, int kChunks>
+template <class T, int kLongest, int kVectors>
 __global__ void __launch_bounds__(kTileThreads)
     topk_tile_kernel(const __grid_constant__ TopkForwardParams params,
                      const __grid_constant__ TopkTiles tiles) {
   using Keys = TileKeys<T>;
   using Key = typename Keys::Key;
   constexpr int kElements = kPackElements<T>;
-  // Chunks that are sorted together.
+  // Vectors that are sorted together.
   constexpr int kStep = kLongest > kElements ? kLongest / kElements : 1;
-  static_assert(kChunks % kStep == 0);
+  static_assert(kVectors % kStep == 0);
   extern __shared__ __align__(16) char shared_memory[];
   auto* const tile = reinterpret_cast<Pack<T>*>(shared_memory);
 
   const int64_t first_row = int64_t{blockIdx.x} * tiles.rows_per_tile;
   const int rows =
       static_cast<int>(min(static_cast<int64_t>(tiles.rows_per_tile), params.rows - first_row));
-  const int pitch = tile_pitch(kChunks) << tiles.log2_lanes;  // from one row to the next
+  const int pitch = tile_pitch(kVectors) << tiles.log2_lanes;  // from one row to the next
   {
     const int thread = static_cast<int>(threadIdx.x);
     const auto* source = keep_in_register(static_cast<const Pack<T>*>(params.scores.data) +
-                                          first_row * tiles.chunks);
+                                          first_row * tiles.vectors);
     uint32_t shared = shared_address(tile);
     const int mask = (1 << tiles.log2_places) - 1;
-    if (mask < kTileThreads) {  // a thread copies the same chunk of several rows
-      const int row = thread >> tiles.log2_places, chunk = thread & mask;
+    if (mask < kTileThreads) {  // a thread copies the same vector of several rows
+      const int row = thread >> tiles.log2_places, vector = thread & mask;
       const int step = kTileThreads >> tiles.log2_places;
-      int left = chunk < tiles.chunks ? rows - row : 0;
-      source += row * tiles.chunks + chunk;
-      shared += (row * pitch + chunk) * 16;
+      int left = vector < tiles.vectors ? rows - row : 0;
+      source += row * tiles.vectors + vector;
+      shared += (row * pitch + vector) * 16;
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         if (left > 0) start_copy(shared, source);
         left -= step;
-        source += step * tiles.chunks;
+        source += step * tiles.vectors;
         shared += step * pitch * 16;
       }
     } else {
 #pragma unroll 1
-      for (int at = thread; at < kChunks * kTileThreads; at += kTileThreads) {
-        const int row = at >> tiles.log2_places, chunk = at & mask;
-        if (row < rows && chunk < tiles.chunks)
-          start_copy(shared + (row * pitch + chunk) * 16, source + (row * tiles.chunks + chunk));
+      for (int at = thread; at < kVectors * kTileThreads; at += kTileThreads) {
+        const int row = at >> tiles.log2_places, vector = at & mask;
+        if (row < rows && vector < tiles.vectors)
+          start_copy(shared + (row * pitch + vector) * 16, source + (row * tiles.vectors + vector));
       }
     }
     wait_for_copies();
@@ -123,18 +123,18 @@ __global__ void __launch_bounds__(kTileThreads)
   const int thread = thread_index_anew();
   const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
   Pack<T>* const mine = tile + row * pitch + lane;
-  // The lane's i-th chunk.
-  const auto chunk_of_lane = [&](int i) -> Pack<T>& { return mine[i << tiles.log2_lanes]; };
+  // The lane's i-th vector.
+  const auto vector_of_lane = [&](int i) -> Pack<T>& { return mine[i << tiles.log2_lanes]; };
   // Rows behind the end are computed too, on whatever shared memory holds.
   if (params.scale < 0) {
 #pragma unroll 1
-    for (int i = 0; i < kChunks; ++i) chunk_of_lane(i).flip_signs();
+    for (int i = 0; i < kVectors; ++i) vector_of_lane(i).flip_signs();
   }
   // Behind the row's end -inf, for now, which all of the row comes before.
   if (tiles.is_ragged) {
 #pragma unroll 1
-    for (int i = 0; i < kChunks; ++i) {
-      if ((i << tiles.log2_lanes) + lane >= tiles.chunks) chunk_of_lane(i) = Pack<T>::lowest();
+    for (int i = 0; i < kVectors; ++i) {
+      if ((i << tiles.log2_lanes) + lane >= tiles.vectors) vector_of_lane(i) = Pack<T>::lowest();
     }
   }
 
@@ -148,15 +148,15 @@ __global__ void __launch_bounds__(kTileThreads)
   };
   Key best[kLongest];
   bool is_done = false;
-  if constexpr (can_have_candidates<T>(kLongest, kChunks)) {
-    TileCandidates<T, kLongest, kChunks> candidates;
-    candidates.find_threshold(params.k, chunk_of_lane);
+  if constexpr (can_have_candidates<T>(kLongest, kVectors)) {
+    TileCandidates<T, kLongest, kVectors> candidates;
+    candidates.find_threshold(params.k, vector_of_lane);
     total.max = fmaxf(candidates.max_of_all(), kLowest);
     for (int distance = 1; distance < tiles.lanes; distance *= 2)
       total.max = fmaxf(total.max, __shfl_xor_sync(~0u, total.max, distance));
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const Pack<T> pack = chunk_of_lane(i);
+    for (int i = 0; i < kVectors; ++i) {
+      const Pack<T> pack = vector_of_lane(i);
       add(pack);
       candidates.mark(i, pack);
     }
@@ -170,12 +170,12 @@ __global__ void __launch_bounds__(kTileThreads)
   }
   if (!is_done) {
 #pragma unroll
-    for (int i = 0; i < kChunks; i += kStep) {
+    for (int i = 0; i < kVectors; i += kStep) {
       constexpr int kKeys = kStep * kElements;
       Key keys[kKeys];
 #pragma unroll
       for (int j = 0; j < kStep; ++j)
-        Keys::of(chunk_of_lane(i + j), (i + j) * kElements, keys + j * kElements);
+        Keys::of(vector_of_lane(i + j), (i + j) * kElements, keys + j * kElements);
 #pragma unroll
       for (int j = 0; j < kKeys; j += kLongest) {
         Key some[kLongest];
@@ -195,8 +195,8 @@ __global__ void __launch_bounds__(kTileThreads)
 #pragma unroll
     for (int i = 0; i < kLongest; ++i) {
       const int position = Keys::position(best[i]);
-      const int chunk = (position / kElements << tiles.log2_lanes) + lane;
-      best[i] = Keys::with_position(best[i], chunk * kElements + position % kElements);
+      const int vector = (position / kElements << tiles.log2_lanes) + lane;
+      best[i] = Keys::with_position(best[i], vector * kElements + position % kElements);
     }
     for (int distance = 1; distance < tiles.lanes; distance *= 2) {
       Key others[kLongest];
@@ -206,10 +206,10 @@ __global__ void __launch_bounds__(kTileThreads)
     }
   }
 
-  if constexpr (!can_have_candidates<T>(kLongest, kChunks)) {
+  if constexpr (!can_have_candidates<T>(kLongest, kVectors)) {
     total.max = fmaxf(Keys::logit(best[0]), kLowest);
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) add(chunk_of_lane(i));
+    for (int i = 0; i < kVectors; ++i) add(vector_of_lane(i));
   }
   for (int distance = 1; distance < tiles.lanes; distance *= 2)
     total.sum += __shfl_xor_sync(~0u, total.sum, distance);
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kTileThreads)
       for (int j = 0; j < kOut; ++j) pack[j] = i + j < count ? results[i + j] : 0.f;
       const auto rounded = Pack<Out>::round(pack);
       if (i + kOut <= count && is_aligned(out + i, 16)) {
-        store_streaming(out + i, rounded);
+        store_pack<true>(out + i, rounded);
       } else {
         store_partial(out + i, rounded, 0, min(count - i, kOut));
       }

@@ -4,15 +4,19 @@
 
 #include <cuda_runtime_api.h>
 
-#include "params.h"
+#include "plan.h"
 
 namespace megasoftmax {
 
-// Bytes of params.workspace, which need not be set to anything; `params` is as for the launch.
-int64_t topk_forward_workspace(TopkForwardParams params, cudaStream_t stream);
+using TopkForwardLaunch = Launch<TopkForwardParams, TopkPlan>;
+using TopkBackwardLaunch = Launch<TopkBackwardParams, TopkPlan>;
 
-cudaError_t topk_forward(TopkForwardParams params, cudaStream_t stream);
-cudaError_t topk_backward(TopkBackwardParams params, cudaStream_t stream);
+// Prepares `params` and plans the launch.
+TopkForwardLaunch plan_softmax_topk_forward(TopkForwardParams params, cudaStream_t stream);
+TopkBackwardLaunch plan_softmax_topk_backward(TopkBackwardParams params);
+
+cudaError_t topk_forward(const TopkForwardLaunch& launch, cudaStream_t stream);
+cudaError_t topk_backward(const TopkBackwardLaunch& launch, cudaStream_t stream);
 
 // For tuning: the row of kTopkRegimes to take, -1 for the usual choice. Holds for the process.
 void force_topk_regime(int regime);

@@ -26,7 +26,9 @@ EDGES = sorted(
 LIMITS = kernel_limits()
 MAX_HEAD_DIM, MAX_K = LIMITS.attention["kMaxHeadDim"], LIMITS.topk["kMaxK"]
 MAX_FLOAT_HEAD_DIM = LIMITS.attention["kMaxFloatHeadDim"]
-CHUNKS = sorted({each.max_chunks for each in LIMITS.forward + LIMITS.backward if each.max_chunks})
+VECTORS = sorted(
+    {each.max_vectors for each in LIMITS.forward + LIMITS.backward if each.max_vectors}
+)
 LARGE = 16  # times the usual size
 HEAD_DIMS = (1, 5, 8, 16, 20, 32, 33, 40, 64, 64, 72, 96, 128, 128, 160, 192, 255, MAX_HEAD_DIM)
 
@@ -60,7 +62,7 @@ def draw_columns(random: Random, most: int, dtype: torch.dtype) -> int:
     """The length of a row: edges of sizes, or of the tables in limits.h, or as long as may be."""
     pack = 16 // dtype.itemsize
     kind = random.choices(("size", "table", "long"), (60, 35, 5))[0]
-    edges = [chunks * pack for chunks in CHUNKS if chunks * pack <= most]
+    edges = [vectors * pack for vectors in VECTORS if vectors * pack <= most]
     if kind == "table" and edges:
         return random.choice(edges) + random.choice((1 - pack, -1, 0, 1))
     return most if kind == "long" else draw_size(random, min(most, 1100))

@@ -3,15 +3,14 @@
 csrc/attention/explain_attention.cpp answers from plan.h and limits.h.
 """
 
-import ctypes
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 
 from megasoftmax.explain.common import (
+    ask,
     check_call,
-    plans,
     visible_entries,
     window_of,
 )
@@ -162,7 +161,8 @@ def explain_attention(
         major=device.major,
         shared_bytes=device.shared_bytes,
     )
-    plan = _plan(call)
+    answer = ask("megasoftmax_explain_attention", **vars(call))
+    plan = SimpleNamespace(**{name: int(value) for name, (value,) in answer.items()})
 
     pairs = batches * heads * visible_entries(limits, queries, keys)
     size = dtype.itemsize
@@ -207,15 +207,6 @@ def explain_attention(
         bytes_written=written,
         flops=flops,
     )
-
-
-def _plan(call: SimpleNamespace) -> SimpleNamespace:
-    """The plan of a call, by csrc/attention/explain_attention.cpp."""
-    ask = plans().megasoftmax_attention_plan
-    ask.restype = ctypes.c_char_p
-    text = " ".join(f"{name} {int(value)}" for name, value in vars(call).items())
-    fields = ask(text.encode()).decode().split()
-    return SimpleNamespace(**dict(zip(fields[::2], map(int, fields[1::2]), strict=True)))
 
 
 def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-from typing import Any
 
 import torch
 
@@ -47,9 +46,21 @@ def check_call(counts: dict[str, int], dtype: torch.dtype, limits: Window = (-1,
         raise ValueError(f"window: expected sides of -1 (no limit) or more, got {limits}")
 
 
-def integers(*names: str) -> list[tuple[str, Any]]:
-    """Members of a record that C++ shares, int64 each."""
-    return [(name, ctypes.c_int64) for name in names]
+def ask(function: str, **call: int) -> dict[str, list[str]]:
+    """The named values of a plan, such as {"threads": ["256"]}. csrc/common/named.h has the form.
+
+    A name that comes several times has several values.
+    """
+    ask_library = getattr(plans(), function)
+    ask_library.restype = ctypes.c_char_p
+    text: bytes = ask_library(
+        "\n".join(f"{name} {value:d}" for name, value in call.items()).encode()
+    )
+    found: dict[str, list[str]] = {}
+    for line in text.decode().splitlines():
+        name, value = line.split(" ")
+        found.setdefault(name, []).append(value)
+    return found
 
 
 def window_of(causal: bool, window: Window | None) -> Window:

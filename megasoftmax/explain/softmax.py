@@ -1,10 +1,9 @@
 """Which row regime serves a call of the fused softmax, and why. Needs no GPU.
 
-The plan is that of csrc/softmax/plan.h itself: csrc/softmax/explain.cpp answers,
+The plan is that of csrc/softmax/plan.h itself: csrc/softmax/explain_softmax.cpp answers,
 in the compiled part, or compiled alone where there is none.
 """
 
-import ctypes
 import functools
 from dataclasses import dataclass
 
@@ -12,9 +11,8 @@ import torch
 
 from megasoftmax.explain.common import (
     Moved,
+    ask,
     check_call,
-    integers,
-    plans,
     visible_entries,
     window_of,
 )
@@ -36,15 +34,15 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Explanation(Moved):
-    """How the kernels serve a call. `chunks` are vectors of 16 bytes, `units` segments."""
+    """How the kernels serve a call. A vector is 16 bytes."""
 
     rows: int
     columns: int
     dtype: torch.dtype
     backward: bool
-    kind: str  # of the rows: one of Rows in limits.h, such as "plain" or "bias gradient"
+    kind: str  # of the rows: one of Rows in limits.h, such as "unmasked" or "bias gradient"
     visible_columns: int  # of the widest row
-    chunks: int  # vectors, the most that a row can need
+    vectors: int  # the most that a row can need
 
     index: int  # of the regime in `Limits.forward` or `Limits.backward`
     regime: RowRegime
@@ -53,8 +51,8 @@ class Explanation(Moved):
 
     blocks_per_row: int
     rows_at_a_time: int | None  # over the whole GPU; None for rows that do not lie over all of it
-    units: int  # segments of the widest row; 0 for rows without segments
-    batches_per_unit: int  # warp tiles of a segment, likewise
+    segments: int  # of the widest row; 0 for rows without segments
+    warp_tiles_per_segment: int  # 0 for rows without segments
     threads: int | None  # of a block; None for tiles, whose launcher sizes blocks and grid
     blocks: int | None  # of the grid; None also where as many as run at a time take rows in turn
     shared_bytes: int | None  # of a block, beside what kernels declare themselves; as `threads`
@@ -107,7 +105,8 @@ def explain(
     _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
     table = kernel_limits().backward if backward else kernel_limits().forward
     device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
-    call = _Call(
+    answer = ask(
+        "megasoftmax_explain_softmax",
         rows=rows,
         columns=columns,
         queries=queries,
@@ -122,9 +121,9 @@ def explain(
         shared_bytes=device.shared_bytes,
         max_cluster=device.max_cluster,
     )
-    plan, obstacles = _Plan(), (ctypes.c_int64 * len(table))()
-    plans().megasoftmax_explain(ctypes.byref(call), ctypes.byref(plan), obstacles)
-    regime, kind, is_tile = table[plan.regime], _kinds()[plan.kind], plan.threads == 0
+    obstacles = [int(bits) for bits in answer.pop("obstacles", ())]
+    plan = {name: int(value) for name, (value,) in answer.items()}
+    regime, kind, is_tile = table[plan["regime"]], _kinds()[plan["kind"]], plan["threads"] == 0
 
     visible = rows // queries * visible_entries(limits, queries, columns)
     outputs = 2 if bias_gradient else 1
@@ -138,44 +137,26 @@ def explain(
         dtype=dtype,
         backward=backward,
         kind=kind,
-        visible_columns=plan.visible_columns,
-        chunks=plan.chunks,
-        index=plan.regime,
+        visible_columns=plan["visible_columns"],
+        vectors=plan["vectors"],
+        index=plan["regime"],
         regime=regime,
         reasons=_reasons(regime, plan, rows, kind),
         skipped=tuple(
-            Skipped(i, table[i].name, "; ".join(_in_words(obstacles[i], table[i], kind, call)))
-            for i in range(plan.regime)
+            Skipped(i, each.name, "; ".join(_in_words(bits, each, kind, device)))
+            for i, (each, bits) in enumerate(zip(table, obstacles, strict=False))
         ),
-        blocks_per_row=plan.blocks_per_row,
-        rows_at_a_time=plan.rows_at_a_time or None,
-        units=plan.units,
-        batches_per_unit=plan.unit_batches,
-        threads=None if is_tile else plan.threads,
-        blocks=plan.blocks or None,
-        shared_bytes=None if is_tile else plan.shared_bytes,
-        workspace_bytes=plan.workspace_bytes,
+        blocks_per_row=plan["blocks_per_row"],
+        rows_at_a_time=plan["rows_at_a_time"] or None,
+        segments=plan["segments"],
+        warp_tiles_per_segment=plan["warp_tiles_per_segment"],
+        threads=None if is_tile else plan["threads"],
+        blocks=plan["blocks"] or None,
+        shared_bytes=None if is_tile else plan["shared_bytes"],
+        workspace_bytes=plan["workspace_bytes"],
         gpu=device,
         bytes_read=visible * read,
         bytes_written=rows * columns * dtype.itemsize * outputs,
-    )
-
-
-# csrc/softmax/explain.cpp
-
-
-class _Call(ctypes.Structure):
-    _fields_ = integers(
-        *("rows", "columns", "queries", "left", "right", "element_bytes", "is_masked"),
-        *("is_backward", "has_bias_gradient", "has_dropout"),
-        *("multiprocessors", "shared_bytes", "max_cluster"),
-    )
-
-
-class _Plan(ctypes.Structure):
-    _fields_ = integers(
-        *("kind", "visible_columns", "chunks", "regime", "blocks_per_row", "rows_at_a_time"),
-        *("units", "unit_batches", "threads", "blocks", "shared_bytes", "workspace_bytes"),
     )
 
 
@@ -186,14 +167,14 @@ def _kinds() -> dict[int, str]:
     return {1 << position: kind for position, kind in enumerate(single)}
 
 
-def _in_words(obstacles: int, regime: RowRegime, kind: str, call: _Call) -> list[str]:
-    """Why a regime does not serve such rows: bits of Obstacle in limits.h."""
+def _in_words(obstacles: int, regime: RowRegime, kind: str, device: Gpu) -> list[str]:
+    """Why a regime does not serve such rows: bits of Obstacle in regimes.h."""
     why = (
         f"is not for {kind} rows",
-        f"takes at most {regime.max_chunks or 0:,} vectors",
+        f"takes at most {regime.max_vectors or 0:,} vectors",
         f"wants at least {regime.min_rows:,} rows",
-        f"wants clusters of {regime.blocks_per_row} blocks, more than the GPU's {call.max_cluster}",
-        f"wants more than {call.shared_bytes:,} bytes of shared memory",
+        f"wants clusters of {regime.blocks_per_row} blocks, the GPU has {device.max_cluster}",
+        f"wants more than {device.shared_bytes:,} bytes of shared memory",
     )
     return [text for position, text in enumerate(why) if obstacles >> position & 1]
 
@@ -220,20 +201,22 @@ def _check(
         )
 
 
-def _reasons(regime: RowRegime, plan: _Plan, rows: int, kind: str) -> tuple[str, ...]:
+def _reasons(regime: RowRegime, plan: dict[str, int], rows: int, kind: str) -> tuple[str, ...]:
     """Why a regime serves such rows."""
-    chunks, blocks_per_row = plan.chunks, plan.blocks_per_row
+    vectors, blocks_per_row, at_a_time = (
+        plan[name] for name in ("vectors", "blocks_per_row", "rows_at_a_time")
+    )
     longest = (
-        "any length" if regime.max_chunks is None else f"at most {regime.max_chunks:,} vectors"
+        "any length" if regime.max_vectors is None else f"at most {regime.max_vectors:,} vectors"
     )
     blocks = "one block" if blocks_per_row == 1 else f"{blocks_per_row} blocks"
     found = [
         f"serves {kind} rows",
-        f"takes rows of {longest}: these need up to {chunks:,}",
+        f"takes rows of {longest}: these need up to {vectors:,}",
     ]
     if regime.blocks_per_row is None:
         found.append(
-            f"shares out the GPU: {blocks} take a row together, and {plan.rows_at_a_time:,} of "
+            f"shares out the GPU: {blocks} take a row together, and {at_a_time:,} of "
             f"{rows:,} rows are in its shared memory at a time, whole or in part"
         )
     elif regime.min_rows > 0:

@@ -3,12 +3,11 @@
 csrc/topk/explain_topk.cpp answers from plan.h and limits.h.
 """
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 
-from megasoftmax.explain.common import Moved, check_call, integers, plans
+from megasoftmax.explain.common import Moved, ask, check_call
 from megasoftmax.explain.gpu import H200, Gpu, device_of
 from megasoftmax.limits import kernel_limits
 
@@ -18,7 +17,7 @@ _INDEX_BYTES = 8
 
 @dataclass(frozen=True)
 class TopkExplanation(Moved):
-    """How the kernels serve a call. `chunks` are vectors of 16 bytes."""
+    """How the kernels serve a call. A vector is 16 bytes."""
 
     rows: int
     columns: int
@@ -27,7 +26,7 @@ class TopkExplanation(Moved):
     backward: bool
     regime: str  # the name in the table of limits.h, or "tile" for short rows in shared memory
     why: str
-    chunks: int  # the most that a row can need
+    vectors: int  # the most that a row can need
     threads: int  # of a block
     rows_per_block: int
     blocks_per_row: int
@@ -70,7 +69,8 @@ def explain_topk(
     """
     _check(rows, columns, k, dtype)
     device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
-    call = _Call(
+    answer = ask(
+        "megasoftmax_explain_topk",
         rows=rows,
         columns=columns,
         k=k,
@@ -81,9 +81,8 @@ def explain_topk(
         shared_bytes=device.shared_bytes,
         max_cluster=device.max_cluster,
     )
-    plan = _Plan()
-    plans().megasoftmax_explain_topk(ctypes.byref(call), ctypes.byref(plan))
-    regime = plan.name.decode()
+    (regime,) = answer.pop("regime")
+    plan = {name: int(value) for name, (value,) in answer.items()}
     logits = rows * columns * dtype.itemsize
     results = rows * (k * (dtype.itemsize + _INDEX_BYTES) + _STATISTICS_BYTES)
     mask_bytes = rows * columns if masked else 0
@@ -95,13 +94,13 @@ def explain_topk(
         backward=backward,
         regime=regime,
         why=_why(regime, plan, rows),
-        chunks=plan.chunks,
-        threads=plan.threads,
-        rows_per_block=plan.rows_per_block,
-        blocks_per_row=plan.blocks_per_row,
-        blocks=plan.blocks,
-        shared_bytes=plan.shared_bytes,
-        workspace_bytes=plan.workspace_bytes,
+        vectors=plan["vectors"],
+        threads=plan["threads"],
+        rows_per_block=plan["rows_per_block"],
+        blocks_per_row=plan["blocks_per_row"],
+        blocks=plan["blocks"],
+        shared_bytes=plan["shared_bytes"],
+        workspace_bytes=plan["workspace_bytes"],
         gpu=device,
         bytes_read=logits
         + mask_bytes
@@ -110,33 +109,15 @@ def explain_topk(
     )
 
 
-# csrc/topk/explain_topk.cpp
-
-
-class _Call(ctypes.Structure):
-    _fields_ = integers(
-        *("rows", "columns", "k", "element_bytes", "is_masked", "is_backward"),
-        *("multiprocessors", "shared_bytes", "max_cluster"),
-    )
-
-
-class _Plan(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char * 16),
-        *integers("chunks", "threads", "blocks", "rows_per_block", "blocks_per_row"),
-        *integers("shared_bytes", "workspace_bytes"),
-    ]
-
-
-def _why(regime: str, plan: _Plan, rows: int) -> str:
-    vectors = f"rows of up to {plan.chunks:,} vectors"
+def _why(regime: str, plan: dict[str, int], rows: int) -> str:
+    vectors = f"rows of up to {plan['vectors']:,} vectors"
+    rows_per_block, blocks_per_row = plan["rows_per_block"], plan["blocks_per_row"]
     if regime == "tile":
         return f"{vectors}, contiguous and without a mask, share tiles of shared memory"
-    if plan.blocks_per_row > 1:
-        return f"{vectors}; {rows:,} rows keep the GPU busy with {plan.blocks_per_row} blocks each"
-    if plan.rows_per_block > 1:
-        return f"{vectors}: {plan.rows_per_block} share a block"
-    return f"{vectors}; {rows:,} rows keep the GPU busy with one block each"
+    if rows_per_block > 1:
+        return f"{vectors}: {rows_per_block} share a block"
+    blocks = "one block" if blocks_per_row == 1 else f"{blocks_per_row} blocks"
+    return f"{vectors}; {rows:,} rows keep the GPU busy with {blocks} each"
 
 
 def _check(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:

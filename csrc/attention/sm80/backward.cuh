@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   };
   float delta = 0.f;
   if (lane * 8 < params.value_dim) {
-    const auto output = load_streaming<T, 8>(row_of(params.output) + lane * 8);
-    const auto gradient = load_streaming<T, 8>(row_of(params.output_gradient) + lane * 8);
+    const auto output = load_pack<T, 8, true>(row_of(params.output) + lane * 8);
+    const auto gradient = load_pack<T, 8, true>(row_of(params.output_gradient) + lane * 8);
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta = fmaf(output[i], gradient[i], delta);
   }
