@@ -86,7 +86,8 @@ class TileMask:
         if not may_keep(self.tensor.device):
             return TileMask._of(merge(self.tensor), self.block)
         if leading not in self._merged:
-            self._merged[leading] = TileMask._of(merge(self.tensor), self.block)
+            with torch.inference_mode(False):  # else no later call could save it for gradients
+                self._merged[leading] = TileMask._of(merge(self.tensor), self.block)
         return self._merged[leading]
 
     def note(

@@ -439,7 +439,7 @@ def test_gradients_of_biases_by_each_tile(
     """Wide heads have tiles of their own where blocks are small. Masks leave tiles out."""
     queries, keys = lengths
     q, k, v = tensors("cuda", dtype, lengths=lengths, dims=(dim, dim))
-    shape = {"of keys": (2, 4, 1, keys), "of queries": (2, 4, queries, 1), "shared": (1, 2)}.get(
+    shape = {"of keys": (2, 4, 1, keys), "of queries": (2, 4, queries, 1), "shared": (1, 4)}.get(
         kind, (2, 4)
     )
     shape = (4, queries + keys - 1) if kind == "table" else (*shape, queries, keys)[:4]

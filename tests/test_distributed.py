@@ -207,6 +207,17 @@ def of_attention(
     }
 
 
+def with_rows() -> dict[str, Tensor]:
+    """Of two leading dimensions: the second shares a bias. Worlds divide the first."""
+    return {
+        "query": double(6, 2, 4, 5, 8, seed=0),
+        "key": double(6, 2, 2, 7, 8, seed=1),
+        "value": double(6, 2, 2, 7, 6, seed=2),
+        "bias": double(6, 1, 4, 5, 7, seed=3),
+        "mask": excluded(6, 2, 1, 5, 7),
+    }
+
+
 def without_sink(*of: int) -> dict[str, Tensor]:
     """As the ops take it: a sink of float64 would be rounded."""
     tensors = of_attention(*of)
@@ -313,15 +324,22 @@ SPLITS = {
         {"output": 1, "lse": 1, "query": 1, "key": 1, "bias": PARTIAL, "sink": 0},
         compiles=True,
     ),
-    "attention, batches that share a bias": Split(
+    "attention, rows that share a bias": Split(
         attention_through_ops,
-        without_sink(4, 2, 2, 1),
+        with_rows(),
         OF_BATCHES | {"bias": 0},
-        {"output": 0, "query": 0, "bias": 0},
+        {"output": 0, "lse": 0, "query": 0, "bias": 0},
+    ),
+    "attention, rows of heads": Split(
+        attention,
+        with_rows(),
+        dict.fromkeys((*QKV, "bias"), 2),
+        {"output": 2, "lse": 2, "query": 2, "key": 2, "bias": 2},
+        compiles=True,
     ),
     "attention, heads": Split(
         attention,
-        of_attention(4, 2, 4, 2),
+        of_attention(4, 2, 4, 4),
         OF_HEADS | {"bias": 1, "sink": 0},
         {"output": 1, "lse": 1, "query": 1, "key": 1, "value": 1, "bias": 1, "sink": 0},
         compiles=True,
@@ -342,11 +360,8 @@ SPLITS = {
     "attention, heads that cannot be split": Split(
         attention, of_attention(12, 3, 1, 1), OF_HEADS, WHOLE, sends=True
     ),
-    "attention, batches of a bias that cannot be split": Split(
-        attention, of_attention(12, 4, 1, 3), OF_HEADS, WHOLE, sends=True
-    ),
     "attention, queries": Split(
-        attention, of_attention(4, 2, 4, 2), {"query": 2}, WHOLE, sends=True
+        attention, of_attention(4, 2, 4, 4), {"query": 2}, WHOLE, sends=True
     ),
 }
 
@@ -451,10 +466,10 @@ RINGS: dict[str, Callable[[int], Ring]] = {
     "mask and sink": lambda n: of_ring(n) | {"mask": nothing_left(n), "sink": double(4, seed=3)},
     "bias": lambda n: of_ring(n) | {"causal": True, "bias": double(1, 4, n, n, seed=3)},
     "bias of keys": lambda n: of_ring(n) | {"bias": double(2, 1, 1, n, seed=3)},
-    "bias of queries": lambda n: of_ring(n) | {"bias": double(1, 2, n, 1, seed=3)},
+    "bias of queries": lambda n: of_ring(n) | {"bias": double(1, 4, n, 1, seed=3)},
     "table": lambda n: of_ring(n) | {"table": double(4, 2 * n - 1, seed=3)},
     "table, window": lambda n: (
-        of_ring(n) | {"table": double(2, 2, 2 * n - 1, seed=3), "window": (4, 1)}
+        of_ring(n) | {"table": double(2, 4, 2 * n - 1, seed=3), "window": (4, 1)}
     ),
     "ranges": lambda n: of_ring(n) | bounds(2, 4, n, keys=n),
     "ranges, causal": lambda n: of_ring(n) | {"causal": True} | bounds(1, 1, n, keys=n),
@@ -869,8 +884,7 @@ def test_messages(ranks):
             queries,
             lengths,
             lengths,
-            "bias.table: expected [heads, 15] or [batch, heads, 15], that broadcasts to "
-            "(1, 2, 15), or 3 dimensions of which the first two divide 1 and 2",
+            "bias.table: expected [..., heads, 15] that broadcasts to (1, 2, 15)",
             "mask: expected a shape that broadcasts to (1, 2, 4, 8)",
             "group: expected a process group",
             "query: expected the part of this rank, to_local()",

@@ -205,6 +205,18 @@ def test_a_tile_mask_keeps_what_it_merges() -> None:
     assert len(mask._merged) == 2
 
 
+def test_a_tile_mask_of_inference_serves_training() -> None:
+    mask = TileMask(torch.rand(3, 1, 5, 5) < 0.5)
+    query = torch.randn(2, 3, 4, 5, 8)
+    with torch.inference_mode():
+        expected = attention(query, query, query, mask=mask, fused=False)
+    leaf = query.clone().requires_grad_()
+    found = attention(leaf, query, query, mask=mask, fused=False)
+    assert found.equal(expected)
+    found.sum().backward()
+    assert leaf.grad is not None
+
+
 OUTER, INNER = "if number i reads entry i // 2, pass ", "if it reads entry i % 3, pass "
 SHARING: dict[str, tuple[dict[str, Any], str, str]] = {
     "bias": (

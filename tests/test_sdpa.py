@@ -151,14 +151,6 @@ def test_agrees_with_the_reference(choice: dict[str, Any], by_sdpa: list[bool]) 
             {"bias": torch.zeros(5, 13, requires_grad=True)},
             "gradient of bias: expected none, got one that is required",
         ),
-        (
-            {"bias": torch.zeros(2, 2, 5, 13)},
-            "batches and heads of bias: expected 1, or (2, 4), got (2, 2)",
-        ),
-        (
-            {"bias": RelativeBias(torch.zeros(2, 2, 17))},
-            "batches and heads of bias: expected 1, or (2, 4), got (2, 2)",
-        ),
     ],
 )
 def test_takes_the_reference(options: dict[str, Any], reason: str, by_sdpa: list[bool]) -> None:
@@ -186,6 +178,10 @@ def test_takes_the_reference_for_sizes() -> None:
     assert against(*tensors("cpu", lengths=(5, 0))) == [
         "sizes of query and keys: expected at least 1, got (2, 4, 5, 8, 0)"
     ]
+    rows = [each.unsqueeze(1).expand(-1, 3, -1, -1, -1) for each in tensors("cpu")]
+    for bias in (torch.zeros(2, 1, 4, 5, 13), RelativeBias(torch.zeros(2, 1, 4, 17))):
+        assert against(*rows, bias=bias) == ["batches of bias: expected 1, or 6, got 2"]
+    assert against(*rows, bias=torch.zeros(2, 3, 4, 5, 13)) == []
     q = torch.zeros(1).expand(1, 2, 2**13, 8)
     mask = torch.zeros(1, dtype=torch.bool)
     assert against(q, q, q, causal=True) == []
