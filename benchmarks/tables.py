@@ -249,11 +249,11 @@ def families_tables(rows: list[Row]) -> dict[str, str]:
     parts = {part: [row for row in rows if family_part(row) == part] for part in PARTS}
     same = [row for marker in ("works", "in part", "own") for row in parts[marker]]
     worst = max(float(row["logits_error"]) for row in same)
+    commits = dict.fromkeys(row["commit"] for row in rows)
     found = {
-        "sweep": "transformers {transformers}, torch {torch}, commit {commit}, {date}: ".format(
-            **rows[0]
-        )
-        + f"{len(rows)} classes. The largest error of logits is {worst:.0e}, relative to all "
+        "sweep": "transformers {transformers}, torch {torch}, commit".format(**rows[0])
+        + f"{'s' if len(commits) > 1 else ''} {', '.join(commits)}, {rows[0]['date']}: "
+        f"{len(rows)} classes. The largest error of logits is {worst:.0e}, relative to all "
         "logits of the class.",
         "works": table(
             ("class", "kind", "attention has"),

@@ -98,6 +98,9 @@ from megasoftmax.tracing import is_traced
 # sequences, or, for Doge in transformers 5.17, at all.
 _COMPUTE_WITH_MASKS = ("doge", "dots3_note_text", "mistral_large4_text")
 
+# Models that add a bias of their own to the mask, and so need that of "eager".
+_ADD_TO_MASKS = ("beit",)
+
 _READ_AS_TENSOR = (
     "this model reads its mask itself and expects a tensor; use attn_implementation="
     f"{with_eager_mask(NAME)!r}, which gives it the mask of 'eager'"
@@ -207,7 +210,8 @@ def make_mask(
 
     Returns:
         A PaddingMask for what `mask_functions` recognises. Else what `sdpa_mask` returns:
-        bool [batch, 1, q_length, kv_length], True = keep, or None for upper-left causal.
+        bool [batch, 1, q_length, kv_length], True = keep, or None for upper-left causal. BEiT
+        adds its bias to the mask, and gets what `eager_mask` returns, float.
     """
     if isinstance(attention_mask, PaddingMask):  # made before, by `generate`
         return attention_mask
@@ -215,13 +219,14 @@ def make_mask(
     aligned = not static and bool(q_offset - kv_offset == kv_length - q_length)
     rule = None if use_vmap else _rule_of(mask_function, aligned)
     allowed: bool = False
-    if getattr(kwargs.get("config"), "model_type", None) in _COMPUTE_WITH_MASKS:
+    model_type = getattr(kwargs.get("config"), "model_type", None)
+    if model_type in _COMPUTE_WITH_MASKS:
         allow_is_causal_skip = allow_is_bidirectional_skip = False
     elif rule is not None and rule.sequence is not None:
         allowed = aligned and q_length == kv_length == rule.sequence.shape[1]
     elif rule is not None:
         allowed = allow_is_causal_skip if rule.right == 0 else allow_is_bidirectional_skip
-    if rule is not None and allowed:
+    if rule is not None and allowed and model_type not in _ADD_TO_MASKS:
         excluded = None
         if attention_mask is not None:
             keep = attention_mask[:, kv_offset:]
@@ -231,7 +236,8 @@ def make_mask(
         if not aligned:
             return PaddingMask(excluded, False, kv_length, None, visible)
         return PaddingMask(excluded, rule.right == 0, kv_length, rule.window, visible)
-    return sdpa_mask(
+    make_tensor = eager_mask if model_type in _ADD_TO_MASKS else sdpa_mask
+    return make_tensor(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
