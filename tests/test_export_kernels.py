@@ -2,13 +2,15 @@
 
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from megasoftmax import __main__
+import megasoftmax
+from megasoftmax import __main__, hub
 from megasoftmax._export_kernels import export_kernels
 from megasoftmax.build import extension, library
 
@@ -184,13 +186,157 @@ def test_copy_is_whole_and_named_by_its_content(exported, tmp_path):
     binary = tmp_path / "library.so"
     binary.write_bytes(b"compiled")
     first, second = tmp_path / "first", tmp_path / "second"
-    universal, compiled = export_kernels(first, binary, cuda=13)
+    universal, compiled = export_kernels(first, binary, 13, ["9.0a"])
     assert re.fullmatch(r"torch-stable-abi211-cu130-\w+-linux", compiled.name)
     assert (compiled / extension.LIBRARY_NAME).read_bytes() == b"compiled"
     assert (universal / "metadata.json").read_text() == (variant / "metadata.json").read_text()
     binary.write_bytes(b"compiled again")
-    *_, other = export_kernels(second, binary, cuda=13)
+    *_, other = export_kernels(second, binary, 13, ["9.0a"])
     assert (compiled / "metadata.json").read_text() != (other / "metadata.json").read_text()
+
+
+def test_metadata_are_those_that_kernels_reads(tmp_path):
+    from kernels._rust import Backend, Build, Digest, Metadata
+
+    binary = tmp_path / "library.so"
+    binary.write_bytes(b"compiled")
+    for variant in export_kernels(tmp_path / "kernel", binary, 13, ["8.0", "9.0a+PTX"]):
+        metadata = Metadata.read_from_file(variant / "metadata.json")
+        assert (metadata.version, metadata.license) == (1, "Apache-2.0")
+        metadata.digest.validate(Digest.hash_variant(metadata.digest.algorithm, variant))
+        (variant / "csrc" / "common" / "limits.h").write_text("changed")
+        with pytest.raises(Exception, match=r"csrc/common/limits\.h"):
+            metadata.digest.validate(Digest.hash_variant(metadata.digest.algorithm, variant))
+    assert metadata.backend.backend_type == Backend.CUDA
+    assert metadata.backend.archs == ["8.0", "9.0a+PTX"]
+    assert Build.open(tmp_path / "kernel").general.backends == [Backend.CUDA]
+
+
+def test_build_toml_names_the_sources(exported):
+    build = tomllib.loads((exported / "build.toml").read_text())
+    assert build["torch"]["stable-abi"] == {"cuda": "2.11"}
+    listed = build["torch"]["src"] + build["kernel"]["megasoftmax"]["src"]
+    assert all((exported / path).is_file() for path in listed)
+    compiled = {path for path in listed if path.endswith((".cu", ".cpp"))}
+    sources = {f"csrc/{path.relative_to(extension.CSRC)}" for path in extension.sources()}
+    assert compiled == sources
+    assert (exported / "torch-ext" / "megasoftmax" / "__init__.py").is_file()
+
+
+def test_earlier_versions_find_the_kernel_in_a_folder(exported, run):
+    script = """
+    import importlib.util
+    file = folder / "build" / "torch-universal" / "megasoftmax" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("earlier", file)
+    earlier = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(earlier)
+    scores = torch.randn(2, 3)
+    check(earlier.softmax(scores), scores.softmax(-1))
+    assert earlier.layers.Softmax.has_backward
+    """
+    run(ALONE + textwrap.dedent(script), exported)
+
+
+def test_models_of_transformers_take_the_attention_function(exported, run):
+    """With the masks that transformers gives to kernels: padding, or none."""
+    script = """
+    import os
+    os.environ["LOCAL_KERNELS"] = f"org/fused={folder}"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers.integrations import hub_kernels
+    hub_kernels.is_kernels_available = lambda: True  # it asks for a version of kernels
+    hub_kernels.get_kernel = lambda name, **others: kernels.get_kernel(name, version=1)
+    from transformers import (
+        BertConfig, BertModel, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
+    )
+
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(vocab_size=64, max_position_embeddings=64)
+    few = dict(num_key_value_heads=2, sliding_window=5)
+    experts = dict(head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    configs = [
+        (MistralForCausalLM, MistralConfig(**sizes, **few)),
+        (GptOssForCausalLM, GptOssConfig(**sizes, **few, **experts)),
+        (BertModel, BertConfig(**sizes)),
+    ]
+    ids = torch.randint(1, 64, (2, 12))
+    left = torch.ones(2, 12, dtype=torch.long)
+    left[0, :4] = 0
+    right = left.flip(-1)
+    packed = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    for model_class, config in configs:
+        model = model_class(config).eval()
+
+        def run(implementation, **given):
+            model.set_attn_implementation(implementation)
+            return model(**given)[0]
+
+        run("org/fused:attention_forward", input_ids=ids)
+        function = ALL_ATTENTION_FUNCTIONS["org/fused:attention_forward"]
+        assert function.__module__.startswith("_megasoftmax_")
+        calls = [dict(input_ids=ids)]
+        calls += [dict(input_ids=ids, attention_mask=mask) for mask in (left, right)]
+        if model_class is MistralForCausalLM:  # eager GPT-OSS keeps no sequences apart
+            calls.append(dict(input_ids=ids[:1], position_ids=packed, use_cache=False))
+        for given in calls:
+            expected = run("eager", **given)
+            actual = run("org/fused:attention_forward", **given)
+            kept = given.get("attention_mask", torch.ones(given["input_ids"].shape)) != 0
+            torch.testing.assert_close(actual[kept], expected[kept], rtol=1e-3, atol=1e-4)
+        if model_class is BertModel:
+            continue
+        texts = []
+        for implementation in ("eager", "org/fused:attention_forward"):
+            model.set_attn_implementation(implementation)
+            given = dict(attention_mask=left, max_new_tokens=8, do_sample=False, pad_token_id=0)
+            texts.append(model.generate(ids, **given))
+        assert torch.equal(*texts)
+        model.train()
+        losses = []
+        for implementation in ("eager", "org/fused:attention_forward"):
+            model.set_attn_implementation(implementation)
+            model.zero_grad()
+            model(input_ids=ids, attention_mask=right, labels=ids).loss.backward()
+            losses.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+        torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-5)
+    """
+    run(ALONE + textwrap.dedent(script), exported)
+
+
+def test_attention_function_of_a_kernel():
+    """Masks of SDPA, packed sequences, a static cache, dropout, and what it refuses."""
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.is_causal = True
+    query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))
+
+    def call(mask=None, **given):
+        return hub.attention_forward(module, query, key, value, mask, **given)[0]
+
+    expected = megasoftmax.attention(query, key, value, causal=True).transpose(1, 2)
+    visible = torch.ones(9, 9).tril().bool()[None, None]
+    torch.testing.assert_close(call(), expected)
+    torch.testing.assert_close(call(visible, sliding_window=2), expected)
+    torch.testing.assert_close(call(torch.ones(1, 9), dropout=1e-9), expected)
+    last = call(torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1]]), is_causal=False)
+    key, value = key.clone(), value.clone()
+    key[:, :, 8], value[:, :, 8] = 100, 100  # of a static cache, not yet written
+    torch.testing.assert_close(call(torch.ones(1, 8), is_causal=False), last)
+    key, value = torch.randn(2, 1, 2, 9, 8).unbind(0)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = call(cu_seq_lens_q=ends, cu_seq_lens_k=ends, sliding_window=3)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    torch.testing.assert_close(call(position_ids=positions, sliding_window=3), packed)
+    query, key, value = (each[:, :, 4:] for each in (query, key, value))
+    torch.testing.assert_close(call(sliding_window=3), packed[:, 4:])
+    with pytest.raises(NotImplementedError, match="softcap: expected None, got 30"):
+        call(softcap=30.0)
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[batch, keys\] or 4"):
+        call(torch.ones(1, 1, 5))
+    with pytest.raises(ValueError, match="attention_mask: expected a bool"):
+        call(torch.ones(1, 1, 5, 5))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +356,7 @@ def test_kernels_chooses_the_variant(tmp_path, torch_version, cuda, chosen):
 
     binary = tmp_path / "library.so"
     binary.write_bytes(b"compiled")
-    universal, compiled = export_kernels(tmp_path / "kernel", binary, cuda=13)
+    universal, compiled = export_kernels(tmp_path / "kernel", binary, 13, ["9.0a"])
     platform, system = compiled.name.split("-")[-2:]
     variants, _ = _resolve_variant_for_system(
         get_variants_local(compiled.parent),
@@ -254,9 +400,11 @@ def test_force_replaces_only_what_an_export_wrote(tmp_path):
     assert foreign.exists()
 
 
-def test_compiled_part_needs_the_version_of_cuda(tmp_path):
+def test_compiled_part_needs_the_version_of_cuda_and_architectures(tmp_path):
     with pytest.raises(ValueError, match=r"cuda: expected the major version .* got none"):
         export_kernels(tmp_path, Path("library.so"))
+    with pytest.raises(ValueError, match=r"archs: expected the architectures .* got none"):
+        export_kernels(tmp_path, Path("library.so"), 13)
     assert not list(tmp_path.iterdir())
 
 
@@ -265,7 +413,7 @@ def test_compiled_copy_runs_fused_beside_the_package(tmp_path, run):
     compiled = library.load().path
     assert compiled is not None
     major = int(torch.version.cuda.split(".")[0])
-    export_kernels(tmp_path, compiled, major)
+    export_kernels(tmp_path, compiled, major, library.architectures_of(compiled) or ["9.0a"])
     script = """
     import megasoftmax
     kernel = kernels.get_local_kernel(folder)

@@ -628,7 +628,7 @@ def test_repr_is_the_report():
 def test_names_at_top_level_are_imported_when_asked(forks):
     assert megasoftmax.register is integration.register
     assert megasoftmax.patch_model is patch_model
-    assert {"register", "patch_model", "softmax"} <= set(dir(megasoftmax))
+    assert set(dir(megasoftmax)) == {"register", "patch_model", *megasoftmax.__all__}
     with pytest.raises(AttributeError, match="'megasoftmax' has no attribute 'pach_model'"):
         megasoftmax.pach_model  # noqa: B018
     code = """if True:

@@ -657,9 +657,15 @@ def test_command_passes(invoke, device):
     code, output, found, page = invoke("--model=gpt2", "--model=swin", "--dtype=bf16")
     assert code == 0
     assert output.count("same") >= 10
-    untested = 4 if device == "cpu" else 0  # of two models, and in the summary
+    untested = 2 if device == "cpu" else 0
     assert output.count("same, kernels not tested") == untested
-    assert page.count("kernels not tested") == untested // 2
+    assert page.count("kernels not tested") == untested
+    assert ("Kernels not tested: gpt2, swin" in output) == (device == "cpu")
+    tables = [line for line in output.splitlines() if line.startswith(("  ", " ─"))]
+    assert len(tables) > 15
+    assert max(map(len, tables)) <= 80
+    assert "…" not in output
+    assert "\ngradient, worst of all parameters: transformer." in output
     assert found["models"]["gpt2"]["kernels_tested"] == (device == "cuda")
     assert "All models" in output
     assert found["passed"] is True
@@ -671,6 +677,12 @@ def test_command_passes(invoke, device):
     assert report["costs"]["candidate"]["tokens_per_second"] > 0
     assert (report["costs"]["candidate"]["peak_mebibytes"] is None) == (device == "cpu")
     assert page.count("<svg") == 2
+    assert "<!-- transformer.h.0.ln_1.weight -->" in page  # a name, drawn as lines
+    losses = re.findall(
+        r'<path d="M[^"]*" clip-path="[^"]*" style="fill: none; (stroke[^"]*)"', page
+    )
+    widths = {float(re.search(r"stroke-width: ([\d.]+)", style)[1]) for style in losses}
+    assert {5.0, 3.0, 1.5} <= widths  # three curves, of which each is seen
     assert 'class="failed"' not in page
     assert not re.search(r"(src|href)=\"(?!#)|@import|<script|url\((?!#)", page)
 

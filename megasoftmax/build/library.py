@@ -328,6 +328,11 @@ def _find() -> Path | None:
     return cache.find("megasoftmax", _key(names)) if names else None
 
 
+def architectures_of(path: Path) -> tuple[str, ...]:
+    """Of a compiled part, as far as they are known: of one in the cache those of these GPUs."""
+    return () if path == _LIBRARY else _architectures_of_these_gpus()
+
+
 def _architectures_of_these_gpus() -> tuple[str, ...]:
     """Empty if there is no GPU that the kernels serve."""
     requested = these_gpus() if torch.cuda.is_available() else ""

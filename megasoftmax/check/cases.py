@@ -84,7 +84,7 @@ class Softmax(Drawn):
         tensors = scores, bias, incoming
         actual, expected = run(fused, *tensors), run(False, *_in_float(tensors))
         wide = _in_float(tensors)
-        p = megasoftmax.softmax(wide[0], bias=wide[1], fused=False, **given)
+        p = _stored(megasoftmax.softmax(wide[0], bias=wide[1], fused=False, **given), self.dtype)
         kept = p / (1 - self.dropout)
         errors = _score_errors(p, kept, wide[2].abs(), (kept * wide[2].abs()).sum(-1, True))
         allowed = [kept, abs(self.scale) * errors]
@@ -128,7 +128,7 @@ class Topk(Drawn):
         actual, indices = run(fused, logits, incoming)
         wide = _in_float((logits, incoming))
         expected, expected_indices = run(False, *wide)
-        p = megasoftmax.softmax(wide[0], fused=False, **given)
+        p = _stored(megasoftmax.softmax(wide[0], fused=False, **given), self.dtype)
         dense = torch.zeros_like(p).scatter(-1, expected_indices, wide[1].abs())
         errors = _score_errors(p, p, dense, (p * dense).sum(-1, True))
         allowed = [expected[0], abs(self.scale) * errors]
@@ -201,9 +201,7 @@ class Attention(Drawn):
             return [output.detach(), *_gradients(output, tensors[4], leaves)]
 
         tensors = query, key, value, bias, incoming
-        unless_fused(
-            megasoftmax.attention, fused, query, key, value, bias=as_bias(bias), **given
-        )
+        unless_fused(megasoftmax.attention, fused, query, key, value, bias=as_bias(bias), **given)
         actual, wide = run(fused, *tensors), _in_float(tensors)
         expected = run(False, *wide)
 
@@ -211,6 +209,7 @@ class Attention(Drawn):
         k, v = (each.repeat_interleave(group, 1) for each in (k, v))
         dense = as_bias(b).dense(queries, keys) if self.relative else b
         p = megasoftmax.softmax(q @ k.mT, scale=scale, bias=dense, fused=False, **given)
+        p = _stored(p, self.dtype)
         sums = p @ v.abs()
         incoming_of_p = g.abs() @ v.abs().mT
         errors = _score_errors(p, p, incoming_of_p, (g.abs() * sums).sum(-1, True))
@@ -227,7 +226,9 @@ class Attention(Drawn):
         names = ["output", *(f"gradient of {name}" for name in ("query", "key", "value"))]
         if b is not None:
             table = torch.zeros_like(b).requires_grad_()
-            dense = as_bias(table).dense(queries, keys) if self.relative else table.expand(self.shape)
+            dense = (
+                as_bias(table).dense(queries, keys) if self.relative else table.expand(self.shape)
+            )
             allowed.append(torch.autograd.grad(dense.expand(self.shape), table, errors)[0])
             names.append("gradient of bias")
         return _deviations(names, actual, expected, allowed, self.dtype)
@@ -278,6 +279,12 @@ def _score_errors(p: Tensor, kept: Tensor, incoming: Tensor, sums: Tensor) -> Te
     kept: probabilities that multiply `incoming`: with dropout, larger ones.
     """
     return kept * incoming + p * sums
+
+
+def _stored(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Larger by the step between the smallest numbers of a type, in units of `_noise`."""
+    step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / _noise(dtype)
+    return torch.where(p > 0, p + step, 0)
 
 
 def _noise(dtype: torch.dtype) -> float:

@@ -200,11 +200,18 @@ class _Worker:
     since: float = field(default_factory=time.monotonic)
 
 
-def _work(suite: Suite, connection: Connection, threads: int, first: int, *given: Any) -> None:
+def _work(
+    suite: Suite,
+    connection: Connection,
+    threads: int,
+    first: int,
+    families: list[str],
+    device: str,
+    seconds: float,
+) -> None:
     """What a process of its own does; it ends when a fault has made its GPU unusable."""
     torch.set_num_threads(threads)
-    _, device, _ = given
-    for message in suite.turns(*given, itertools.count(first)):
+    for message in suite.turns(families, device, seconds, itertools.count(first)):
         connection.send(message)
         if isinstance(message, Outcome) and message.has_failed and device == "cuda":
             try:

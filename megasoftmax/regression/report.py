@@ -20,7 +20,9 @@ Outcomes = Mapping[str, Report | RegressionError]
 """Of each model: its report, or why there is none."""
 
 QUANTITIES = ("loss from equal weights", "gradient", "loss", "parameters")
+IN_SUMMARY = ("loss,\nequal\nweights", "gradient", "loss", "weights\nat end")  # of QUANTITIES
 NAMED_FAILURES = 8
+MOST_TICKS = 40  # names of parameters under a plot
 NARROW = 80  # columns of a terminal: with fewer, lines take the place of tables
 SAME, DIFFERS, NO_RESULT = "[green]same[/green]", "[red]DIFFERS[/red]", "[red]no result[/red]"
 
@@ -54,14 +56,18 @@ def print_report(console: Console, report: Report) -> None:
 
 def _print_tables(console: Console, report: Report) -> None:
     table = Table(box=box.SIMPLE)
-    table.add_column("distance from the reference")
+    table.add_column("distance from reference", no_wrap=True)
     for heading in ("baseline", "candidate", "allowed"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    table.add_column("where it is worst", overflow="fold")
+    table.add_column("step", justify="right", no_wrap=True)
     for worst in _worst(report):
-        table.add_row(*_distances(worst), _verdict_of_check(worst), _place(worst))
+        table.add_row(*_distances(worst), _verdict_of_check(worst), f"{worst.step}")
     console.print(table)
+    for worst in _worst(report):  # names are as long as they like
+        if worst.parameter is not None:
+            text = f"{worst.quantity}, worst of all parameters: {worst.parameter}"
+            console.print(text, soft_wrap=True, highlight=False)
     costs = Table(box=box.SIMPLE)
     for heading in ("", "baseline", "candidate", "ratio"):
         costs.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -94,11 +100,9 @@ def print_summary(console: Console, outcomes: Outcomes) -> None:
             console.print(f"{name}: {verdict}", highlight=False)
         return
     table = Table(title="All models", title_justify="left", box=box.SIMPLE)
-    table.add_column("model", no_wrap=True)
-    for quantity in QUANTITIES:
-        table.add_column(quantity, justify="right")
-    table.add_column("speed", justify="right")
-    table.add_column("memory", justify="right")
+    table.add_column("model", overflow="fold")
+    for heading in (*IN_SUMMARY, "speed", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for name, outcome in outcomes.items():
         if isinstance(outcome, RegressionError):
@@ -106,9 +110,13 @@ def print_summary(console: Console, outcomes: Outcomes) -> None:
             continue
         shares = (f"{worst.excess:.2f}" for worst in _worst(outcome, QUANTITIES))
         ratios = (ratio for *_, ratio in _costs(outcome))
-        table.add_row(name, *shares, *ratios, _verdict(outcome))
+        table.add_row(name, *shares, *ratios, SAME if outcome.passed else DIFFERS)
     console.print(table)
     console.print("Distances in units of the allowed ones; speed and memory, candidate / baseline.")
+    reports = {name: each for name, each in outcomes.items() if isinstance(each, Report)}
+    untested = [name for name, report in reports.items() if not report.kernels_tested]
+    if untested:
+        console.print(f"Kernels not tested: {', '.join(untested)}", highlight=False)
 
 
 def to_json(outcomes: Outcomes) -> str:
@@ -244,19 +252,25 @@ def _plot_checks(
     """Distances on a logarithmic axis; a distance of 0 has no place there."""
     checks = [check for check in report.checks if check.quantity == quantity]
     positions = [position(check) for check in checks]
-    for name, marker in (("allowed", "_"), ("baseline", "o"), ("candidate", "x")):
+    for name, marker, size in (("allowed", "_", 6), ("baseline", "o", 6), ("candidate", "x", 4)):
         values = [getattr(check, name) for check in checks]
-        axes.plot(positions, values, marker, label=name, markersize=4)
+        axes.plot(positions, values, marker, label=name, markersize=size)
     axes.set_yscale("log", nonpositive="mask")
 
 
 def _curves(report: Report) -> str:
     """Losses, their distances, gradients and times, as an SVG."""
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    losses, distances, gradients, seconds = figure.subplots(2, 2).flat
+    figure = Figure(figsize=(10, 11), layout="constrained")
+    parts = figure.subplot_mosaic([["losses", "distances"], ["gradients"] * 2, ["seconds"] * 2])
+    losses, distances, gradients, seconds = parts.values()
     trainings = {"baseline": report.baseline, "candidate": report.candidate}
-    for role, training in (trainings | {"reference": report.reference}).items():
-        losses.plot(training.losses, label=f"{role}, {training.implementation}", alpha=0.7)
+    # Of curves that agree, the widest is below, so that each can be seen.
+    styles = zip((5, 3, 1.5), ("-", "--", ":"), strict=True)
+    for (role, training), (width, style) in zip(
+        (trainings | {"reference": report.reference}).items(), styles, strict=True
+    ):
+        label = f"{role}, {training.implementation}"
+        losses.plot(training.losses, label=label, linewidth=width, linestyle=style)
     losses.set(title="loss, running free", xlabel="step")
     _plot_checks(distances, report, "loss", lambda check: check.step)
     distances.set(title="loss, distance from the reference", xlabel="step")
@@ -265,7 +279,10 @@ def _curves(report: Report) -> str:
         if check.quantity == "gradient":
             names.setdefault(check.parameter, len(names))
     _plot_checks(gradients, report, "gradient", lambda check: names[check.parameter])
-    gradients.set(title="gradients from equal weights, distance", xlabel="parameter")
+    gradients.set(title="gradients from equal weights, distance")
+    every = max(-(-len(names) // MOST_TICKS), 1)
+    ticks = {index: str(name) for name, index in names.items() if index % every == 0}
+    gradients.set_xticks([*ticks], [*ticks.values()], rotation=90, fontsize=6)
     for role, training in trainings.items():
         seconds.plot([1e3 * second for second in training.seconds], label=role)
     seconds.set(title="milliseconds of a step", xlabel="step", ylim=(0, None))

@@ -1,0 +1,172 @@
+"""megasoftmax check: calls that are right pass, faults of the kernels are found and reported."""
+
+import functools
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import megasoftmax
+from megasoftmax import __main__
+from megasoftmax.build import library
+from megasoftmax.check import SUITE, check
+
+FIRST = 3000
+
+
+@pytest.mark.parametrize("family", SUITE.families)
+def test_calls_are_right(family):
+    outcomes = [SUITE.attempt(family, seed, "cpu") for seed in range(FIRST, FIRST + 20)]
+    failed = [outcome.in_words() for outcome in outcomes if outcome.has_failed]
+    assert not failed
+    assert 0.05 < max(outcome.ratio for outcome in outcomes) < 0.9, "bounds of another size"
+
+
+def test_every_dimension_is_drawn():
+    for family in SUITE.families:
+        cases = [SUITE.draw(family, seed, "cuda") for seed in range(300)]
+        for name in vars(cases[0]):
+            assert len({str(getattr(case, name)) for case in cases}) > 1, (family, name)
+
+
+# Faults of what is compared with the reference
+
+
+def other_scale(function, *tensors, **given):
+    return function(*tensors, **(given | {"scale": 1.03 * given.get("scale", 0.3)}))
+
+
+def nothing_excluded(function, *tensors, **given):
+    return function(*tensors, **(given | {"mask": None}))
+
+
+def lost_query(function, *tensors, **given):
+    """The last query contributes nothing to gradients."""
+    output = function(*tensors, **given)
+    counts = torch.arange(output.shape[-2]) < output.shape[-2] - 1
+    return torch.where(counts[:, None], output, output.detach())
+
+
+def one_key(function, *tensors, **given):
+    """One entry of the results is a little wrong."""
+    output = function(*tensors, **given)
+    return output + 0.1 * (torch.arange(output.numel()) == output.numel() // 2).view(output.shape)
+
+
+def other_indices(function, *tensors, **given):
+    p, indices = function(*tensors, **given)
+    return p, indices.flip(-1)
+
+
+def nan(function, *tensors, **given):
+    return function(*tensors, **given) * float("nan")
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Puts a fault into all calls but those of the reference."""
+
+    def planted(family, fault):
+        real = getattr(megasoftmax, family)
+
+        @functools.wraps(real)
+        def call(*tensors, fused=None, **given):
+            function = functools.partial(real, fused=fused)
+            return (
+                function(*tensors, **given)
+                if fused is False
+                else fault(function, *tensors, **given)
+            )
+
+        monkeypatch.setattr(megasoftmax, family, call)
+
+    return planted
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        ("softmax", other_scale),
+        ("softmax", nothing_excluded),
+        ("softmax", lost_query),
+        ("softmax", one_key),
+        ("softmax", nan),
+        ("softmax_topk", other_scale),
+        ("softmax_topk", nothing_excluded),
+        ("softmax_topk", other_indices),
+        ("attention", other_scale),
+        ("attention", nothing_excluded),
+        ("attention", lost_query),
+        ("attention", one_key),
+        ("attention", nan),
+    ],
+)
+def test_fault_is_found(plant, family, fault):
+    plant(family, fault)
+    outcomes = [SUITE.attempt(family, seed, "cpu") for seed in range(FIRST, FIRST + 12)]
+    assert sum(outcome.has_failed for outcome in outcomes) > 1
+
+
+# The command
+
+
+def run(*arguments):
+    return CliRunner().invoke(__main__.app, ["check", *arguments])
+
+
+def test_command_without_a_gpu_says_so_and_checks_the_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = tmp_path / "report.txt"
+    result = run("--seconds=3", f"--report={report}", "--family=softmax")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("torch sees no CUDA GPU: the paths of a CPU are checked")
+    verdict, *rest = report.read_text().splitlines()
+    assert verdict.startswith("right: ")
+    assert verdict.endswith(" calls agree with the reference (CPU paths; no kernel ran)")
+    assert verdict in result.output
+    assert f"torch: {torch.__version__}, CUDA {torch.version.cuda or 'none'}" in rest
+    assert any(line.startswith("softmax: configurations ") for line in rest)
+
+
+def test_command_reports_wrong_results_and_how_to_see_them_again(plant, monkeypatch, tmp_path):
+    report = tmp_path / "report.txt"
+    options = "--device=cpu", f"--report={report}"
+    plant("attention", other_scale)
+    result = run("--seconds=3", "--family=attention", *options)
+    assert result.exit_code == 1
+    text = report.read_text()
+    assert text.startswith("WRONG: ")
+    line = next(each for each in text.splitlines() if each.startswith("megasoftmax check"))
+    seed = line.split("--seed ")[1].split()[0]
+    assert line == f"megasoftmax check --family attention --seed {seed} --device cpu"
+    assert line in result.output
+    again = run("--family=attention", f"--seed={seed}", *options)
+    assert again.exit_code == 1
+    assert again.output.count(line) == 1
+    monkeypatch.undo()
+    assert run("--family=attention", f"--seed={seed}", *options).exit_code == 0
+
+
+def test_command_without_a_result(monkeypatch, tmp_path):
+    options = "--seconds=0", f"--report={tmp_path / 'report.txt'}"
+    result = run("--device=cpu", *options)
+    assert result.exit_code == 2
+    assert "NO RESULT: no call of softmax, softmax_topk, attention ran" in result.output
+    monkeypatch.setattr(library, "load", lambda: library.Status(False, reason="no nvcc"))
+    result = run("--device=cuda", *options)
+    assert (result.exit_code, "Error: no kernels to check: no nvcc" in result.output) == (2, True)
+    assert run("--device=tpu", *options).exit_code == 2
+    result = run("--device=cpu", f"--report={tmp_path / 'no folder' / 'report.txt'}")
+    assert (result.exit_code, "Error: report: " in result.output) == (2, True)
+    assert "family: expected one of softmax, " in run("--family=mean", *options).output
+
+
+def test_another_process_runs_calls():
+    report = check(20, families=["softmax"], device="cpu", processes=1)
+    assert report.passed, str(report)
+
+
+@pytest.mark.gpu
+def test_kernels_are_right():
+    report = check(30, device="cuda")
+    assert report.passed, str(report)
