@@ -723,8 +723,10 @@ def test_oracle_agrees_with_autograd() -> None:
         torch.testing.assert_close(0.7 * found.value, wanted)
 
 
-def test_selection_on_a_cpu_is_that_of_a_stable_sort():
-    """torch.topk takes any of equals, also at the end of the K; these are repaired."""
+@pytest.mark.parametrize("longest_by_keys", [0, 1024])
+def test_selection_on_a_cpu_is_that_of_a_stable_sort(longest_by_keys: int, monkeypatch) -> None:
+    """torch.topk takes any of equals, also at the end of the K; these are put in order."""
+    monkeypatch.setattr(reference_topk, "_LONGEST_BY_KEYS", longest_by_keys)
     random = Random(0)
     torch.manual_seed(0)
     for _ in range(2000):
@@ -734,6 +736,7 @@ def test_selection_on_a_cpu_is_that_of_a_stable_sort():
         if random.random() < 0.5:
             planted = random.choice([math.nan, math.inf, -math.inf, -0.0])
             values = values.masked_fill(torch.rand(shape) < 0.3, planted)
+            values = values.copysign(torch.randn(shape))  # a NaN has a sign, too
         k = random.randint(0, shape[-1])
         ordered = values.sort(stable=True, dim=-1, descending=True).indices
         assert reference_topk.select(values, k).equal(ordered[..., :k])

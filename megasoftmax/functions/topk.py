@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, cast, overload
 import torch
 from torch import Tensor
 
-from megasoftmax import autograd, checks, dispatch, host, ops
+from megasoftmax import autograd, checks, dispatch, host, ops, reference
 from megasoftmax.dispatch import Reason
 from megasoftmax.distributed import vocabulary
 from megasoftmax.functions.calls import (
@@ -16,6 +16,7 @@ from megasoftmax.functions.calls import (
     runs_as_op,
 )
 from megasoftmax.options import TopkOptions, as_number, read_options
+from megasoftmax.tracing import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -166,8 +167,13 @@ class TopkCall(Call):
         return dispatch.reasons_against_fused_topk(self.tensor, self.k, self.options)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities, indices, and statistics, the last of which is the log-sum-exp."""
+        """Probabilities, indices, and statistics, the last of which is the log-sum-exp.
+
+        Statistics mean nothing in a plain call, which returns no log-sum-exp.
+        """
         logits, options = self.tensor, self.options
+        if self._is_plain():
+            return *self._by_torch_softmax(), logits
         implementation, bias = autograd.topk.REFERENCE, options.bias
         if self.runs_fused():
             implementation = ops.topk.IMPLEMENTATION
@@ -187,6 +193,32 @@ class TopkCall(Call):
             autograd.topk.call, implementation, needs_gradient, *operands, False
         )
         return found
+
+    def _is_plain(self) -> bool:
+        """Whether it is on a CPU, without options and gradients, and returns no log-sum-exp."""
+        logits, options = self.tensor, self.options
+        return (
+            logits.is_cpu
+            and self.k > 0
+            and options.scale > 0
+            and options.mask is options.bias is options.group is options.fused is None
+            and not options.return_lse
+            and not (torch.is_grad_enabled() and logits.requires_grad)
+            and type(logits) is Tensor
+            and not is_traced()
+        )
+
+    def _by_torch_softmax(self) -> tuple[Tensor, Tensor]:
+        """Probabilities and indices of a plain call, by torch.softmax."""
+        logits, options = self.tensor, self.options
+        z = logits.to(reference.softmax.accumulation_dtype(logits.dtype))
+        indices = reference.topk.select(z, self.k)
+        if options.scale != 1:  # exact for offsets of any size
+            z = (z - z.gather(-1, indices[..., :1])).mul_(options.scale)
+        probabilities = z.softmax(-1).gather(-1, indices)
+        if options.renormalize:
+            probabilities /= probabilities.sum(-1, keepdim=True)
+        return probabilities.to(options.dtype or logits.dtype), indices
 
 
 def topk_reasons(logits: Tensor, k: int, *unnamed: Any, **given: Any) -> tuple[Reason, ...]:

@@ -215,51 +215,44 @@ def select(values: Tensor, k: int) -> Tensor:
 
     Larger first, lower index first among equals; NaN before +inf, and -0 equal to 0.
     """
-    if values.device.type == "cpu" and not is_traced():
-        return _select_on_cpu(values.detach(), k)
+    if values.device.type != "cpu" or values.shape[-1] <= _LONGEST_BY_KEYS or is_traced():
+        return _select_by_keys(values, k)
+    return _select_by_topk(values.detach(), k)
+
+
+# On a CPU torch.topk of long rows takes less time for numbers than for keys, of short rows more.
+_LONGEST_BY_KEYS = 1024
+
+
+def _select_by_keys(values: Tensor, k: int) -> Tensor:
+    """`select` by integers without equals: the bits, ordered like the numbers, then the column."""
     values = torch.where(values.isnan(), torch.nan, values)  # of one sign
-    values = torch.where(values == 0, 0.0, values)
+    values += 0.0  # -0 becomes 0
     if values.dtype == torch.float64:
         return values.sort(stable=True, dim=-1, descending=True).indices[..., :k].contiguous()
-    # Keys without equals: the bits, as integers that are ordered like the numbers, then the column.
     bits = values.view(torch.int32)
-    high = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     columns = values.shape[-1]
-    return (high + torch.arange(columns - 1, -1, -1, device=values.device)).topk(k).indices
+    keys = ordered.long().bitwise_left_shift_(32)
+    keys += torch.arange(columns - 1, -1, -1, device=values.device)
+    return keys.topk(k).indices
 
 
-def _select_on_cpu(values: Tensor, k: int) -> Tensor:
-    """`select` by torch.topk, which leaves open which of equals come: these are repaired.
-
-    torch.topk takes a fifth of the time for float32 that it takes for keys without equals.
-    """
-    columns = values.shape[-1]
-    top, indices = values.topk(min(k + 1, columns), -1)
-    equal = (top[..., 1:] == top[..., :-1]) | top[..., 1:].isnan()  # NaN come first
-    if k == 0 or not equal.any():
+def _select_by_topk(values: Tensor, k: int) -> Tensor:
+    """`select` by torch.topk, which leaves open which of equals come: these are put in order."""
+    candidates = min(k + 16, values.shape[-1])  # the equals of entry K are among them, mostly
+    top, indices = values.topk(candidates, -1)
+    equal = top[..., 1 : k + 1] == top[..., :k][..., : candidates - 1]
+    if not (equal | top[..., 1 : k + 1].isnan()).any():  # NaN come first
         return indices[..., :k].contiguous()
-    top, indices = top[..., :k], indices[..., :k]
     indices, order = indices.sort(-1)
     order = top.gather(-1, order).sort(stable=True, dim=-1, descending=True).indices
-    indices = indices.gather(-1, order)
-    if k == columns:
-        return indices
-    # In rows where more entries equal the last one, those with the lowest indices are taken.
-    has_more = equal[..., -1]
-    top, repaired, rows = top[has_more], indices[has_more], values[has_more]
-    last = top[:, -1:]
-    are_last, equal_rows = top == last, rows == last
-    if last.isnan().any():
-        are_last |= top.isnan() & last.isnan()
-        equal_rows |= rows.isnan() & last.isnan()
-    row, column = equal_rows.nonzero(as_tuple=True)
-    counts = row.bincount(minlength=len(rows))
-    begin = counts.cumsum(0) - counts  # of the row in `column`
-    first_place = k - are_last.sum(-1)
-    place = torch.arange(len(row), device=row.device) - (begin - first_place)[row]
-    is_taken = place < k
-    repaired[row[is_taken], place[is_taken]] = column[is_taken]
-    indices[has_more] = repaired
+    indices = indices.gather(-1, order)[..., :k].contiguous()
+    if k < candidates < values.shape[-1]:
+        kth, last = top[..., k - 1], top[..., -1]
+        may_continue = (kth == last) | last.isnan()
+        if may_continue.any():
+            indices[may_continue] = _select_by_keys(values[may_continue], k)
     return indices
 
 
