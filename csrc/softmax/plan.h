@@ -11,7 +11,7 @@ namespace megasoftmax {
 // What kernels need, and how they run. The caller allocates plan.workspace_bytes bytes, which need
 // not be set to anything, and gives their address as plan.schedule.workspace.
 template <class Params, class Plan>
-struct Launch {
+struct RowLaunch {
   Params params;
   Plan plan;
 };

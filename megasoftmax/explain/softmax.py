@@ -102,7 +102,7 @@ def explain(
     _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
     table = kernel_limits().backward if backward else kernel_limits().forward
     answer = ask(
-        "megasoftmax_explain_softmax",
+        "megasoftmax_softmax_plan",
         rows=rows,
         columns=columns,
         queries=queries,

@@ -66,7 +66,7 @@ def explain_topk(
     """
     _check(rows, columns, k, dtype)
     answer = ask(
-        "megasoftmax_explain_topk",
+        "megasoftmax_topk_plan",
         rows=rows,
         columns=columns,
         k=k,
