@@ -30,7 +30,7 @@ Tensor probabilities_of(const Tensor& scores, double scale, std::optional<Tensor
   params.probabilities = probabilities.data_ptr();
   params.probabilities_type = result_dtype_of(dtype, params.scores.type);
   const cudaStream_t stream = current_stream(scores);
-  ForwardLaunch launch = plan_softmax_forward(params, stream);
+  SoftmaxForwardLaunch launch = plan_softmax_forward(params, stream);
   const auto workspace = set_workspace(launch, scores);
   check_cuda(softmax_forward(launch, stream), "softmax_forward");
   return probabilities;
@@ -155,7 +155,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
           "bias must be broadcast in all leading dimensions or in none");
   }
   const cudaStream_t stream = current_stream(probabilities);
-  BackwardLaunch launch = plan_softmax_backward(params, stream);
+  SoftmaxBackwardLaunch launch = plan_softmax_backward(params, stream);
   Tensor bias_parts = new_tensor({0}, ScalarType::Float, probabilities);
   if (bias_gradient) {
     const bool in_float = needs_float_bias_gradient(launch.params, launch.plan);

@@ -56,7 +56,7 @@ void add_plan(const Plan& plan, RowRegimes regimes, const Window& window, const 
 
 // `text`: the numbers that megasoftmax/explain/softmax.py names. Returns lines as `add_plan` adds
 // them. A plan without a regime's threads is that of a tile, whose launcher sizes blocks and grid.
-extern "C" __attribute__((visibility("default"))) const char* megasoftmax_explain_softmax(
+extern "C" __attribute__((visibility("default"))) const char* megasoftmax_softmax_plan(
     const char* text) {
   using namespace megasoftmax;
   const NamedIntegers call(text);

@@ -11,7 +11,7 @@ namespace megasoftmax {
 // What kernels need, and how they run. The caller allocates plan.workspace_bytes bytes, which need
 // not be set to anything, and gives their address as plan.schedule.workspace.
 template <class Params, class Plan>
-struct Launch {
+struct RowLaunch {
   Params params;
   Plan plan;
 };
@@ -24,7 +24,7 @@ struct Plan {
   int64_t vectors;           // that a row can need at most
   int vector_bytes;          // that shared memory keeps of a vector
   int threads;               // of a block
-  int64_t blocks_per_head;   // with one owner a block or more, for each block of a row
+  int64_t blocks_per_head;   // for the owners of a head, times the blocks of a row
   int64_t queries_per_tile;  // see queries_per_tile in layout.h
   int multiprocessors;       // for launches whose blocks run together
   int shared_bytes;          // of a block, besides what kernels declare themselves

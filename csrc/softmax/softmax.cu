@@ -12,7 +12,7 @@ namespace {
 std::array<int, 2> forced_regimes = {-1, -1};  // forward, backward
 }
 
-ForwardLaunch plan_softmax_forward(ForwardParams params, cudaStream_t stream) {
+SoftmaxForwardLaunch plan_softmax_forward(ForwardParams params, cudaStream_t stream) {
   if (params.shape.rows() == 0) return {params, {}};
   prepare(params);
   return {params, plan_for(stream, [&](const Device& device) {
@@ -20,7 +20,7 @@ ForwardLaunch plan_softmax_forward(ForwardParams params, cudaStream_t stream) {
           })};
 }
 
-BackwardLaunch plan_softmax_backward(BackwardParams params, cudaStream_t stream) {
+SoftmaxBackwardLaunch plan_softmax_backward(BackwardParams params, cudaStream_t stream) {
   const Shape& written = params.has_bias_gradient ? params.bias_shape : params.shape;
   if (written.rows() == 0) return {params, {}};
   prepare(params);
@@ -29,7 +29,7 @@ BackwardLaunch plan_softmax_backward(BackwardParams params, cudaStream_t stream)
           })};
 }
 
-cudaError_t softmax_forward(const ForwardLaunch& launch, cudaStream_t stream) {
+cudaError_t softmax_forward(const SoftmaxForwardLaunch& launch, cudaStream_t stream) {
   const ForwardParams& params = launch.params;
   if (params.shape.rows() == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
@@ -45,7 +45,7 @@ cudaError_t softmax_forward(const ForwardLaunch& launch, cudaStream_t stream) {
   });
 }
 
-cudaError_t softmax_backward(const BackwardLaunch& launch, cudaStream_t stream) {
+cudaError_t softmax_backward(const SoftmaxBackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& params = launch.params;
   if (launch.plan.owners.rows() == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;

@@ -8,16 +8,16 @@
 
 namespace megasoftmax {
 
-using ForwardLaunch = Launch<ForwardParams, Plan>;
-using BackwardLaunch = Launch<BackwardParams, Plan>;
+using SoftmaxForwardLaunch = RowLaunch<ForwardParams, Plan>;
+using SoftmaxBackwardLaunch = RowLaunch<BackwardParams, Plan>;
 
 // Prepares `params` and plans the launch.
-ForwardLaunch plan_softmax_forward(ForwardParams params, cudaStream_t stream);
-BackwardLaunch plan_softmax_backward(BackwardParams params, cudaStream_t stream);
+SoftmaxForwardLaunch plan_softmax_forward(ForwardParams params, cudaStream_t stream);
+SoftmaxBackwardLaunch plan_softmax_backward(BackwardParams params, cudaStream_t stream);
 
 // The type of the scores selects the instance, or that of the probabilities.
-cudaError_t softmax_forward(const ForwardLaunch& launch, cudaStream_t stream);
-cudaError_t softmax_backward(const BackwardLaunch& launch, cudaStream_t stream);
+cudaError_t softmax_forward(const SoftmaxForwardLaunch& launch, cudaStream_t stream);
+cudaError_t softmax_backward(const SoftmaxBackwardLaunch& launch, cudaStream_t stream);
 
 // For tuning: the regimes to take where they serve a launch, -1 for the usual choice. Holds for the
 // whole process.

@@ -23,7 +23,7 @@ Params params_of(const NamedIntegers& call) {
 }  // namespace megasoftmax
 
 // `text`: the numbers that megasoftmax/explain/topk.py names.
-extern "C" __attribute__((visibility("default"))) const char* megasoftmax_explain_topk(
+extern "C" __attribute__((visibility("default"))) const char* megasoftmax_topk_plan(
     const char* text) {
   using namespace megasoftmax;
   const NamedIntegers call(text);

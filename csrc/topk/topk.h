@@ -8,8 +8,8 @@
 
 namespace megasoftmax {
 
-using TopkForwardLaunch = Launch<TopkForwardParams, TopkPlan>;
-using TopkBackwardLaunch = Launch<TopkBackwardParams, TopkPlan>;
+using TopkForwardLaunch = RowLaunch<TopkForwardParams, TopkPlan>;
+using TopkBackwardLaunch = RowLaunch<TopkBackwardParams, TopkPlan>;
 
 // Prepares `params` and plans the launch.
 TopkForwardLaunch plan_softmax_topk_forward(TopkForwardParams params, cudaStream_t stream);

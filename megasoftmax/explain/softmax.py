@@ -106,7 +106,7 @@ def explain(
     table = kernel_limits().backward if backward else kernel_limits().forward
     device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
     answer = ask(
-        "megasoftmax_explain_softmax",
+        "megasoftmax_softmax_plan",
         rows=rows,
         columns=columns,
         queries=queries,

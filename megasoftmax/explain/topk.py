@@ -70,7 +70,7 @@ def explain_topk(
     _check(rows, columns, k, dtype)
     device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
     answer = ask(
-        "megasoftmax_explain_topk",
+        "megasoftmax_topk_plan",
         rows=rows,
         columns=columns,
         k=k,
