@@ -207,7 +207,7 @@ def test_reasons() -> None:
         skipped = kernel_limits().forward[index]
         assert (f"at least {skipped.min_rows:,} rows" in each) == (skipped.min_rows > 500)
     without_clusters = explain(200, 10**5, HALF, max_cluster=2)
-    expected = "wants clusters of 4 blocks, more than the GPU's 2"
+    expected = "wants clusters of 4 blocks, the GPU has 2"
     why_not = [each.why for each in without_clusters.skipped if each.name == "cluster_256x4"]
     assert expected in why_not[-1]
 
