@@ -73,7 +73,7 @@ Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
     end += (bias.size(i) - 1) * bias.stride(i);
   }
   is_fast &= first + end * size <= end_of_storage(bias);
-  return is_fast ? bias : with_dense_rows(bias, in_chunk);
+  return is_fast ? bias : with_contiguous_rows(bias, in_chunk);
 }
 
 // Gives a launch its workspace, which the caller keeps until the launch.

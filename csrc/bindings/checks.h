@@ -213,9 +213,9 @@ inline Tensor entries_of(const Tensor& tensor) {
   return entries;
 }
 
-// A copy of entries_of(tensor) with dense rows that begin at multiples of `alignment` elements and
-// are filled up with 0.
-inline Tensor with_dense_rows(const Tensor& tensor, int64_t alignment) {
+// A copy of entries_of(tensor) with contiguous rows that begin at multiples of `alignment` elements
+// and are filled up with 0.
+inline Tensor with_contiguous_rows(const Tensor& tensor, int64_t alignment) {
   const Tensor entries = entries_of(tensor);
   std::vector<int64_t> sizes = sizes_of(entries);
   const int64_t last = tensor.dim() - 1, columns = sizes[last];

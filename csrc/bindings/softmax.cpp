@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
   Tensor log_sum_exp = new_tensor(return_lse ? row_sizes(scores) : std::vector<int64_t>{0},
                                   ScalarType::Float, scores);
   ForwardParams params;
-  if (bias && has_scattered_rows(*bias)) bias = with_dense_rows(*bias, 1);
+  if (bias && has_scattered_rows(*bias)) bias = with_contiguous_rows(*bias, 1);
   if (bias) {
     params.bias = strided(*bias, scores, "bias");
     params.bias.type = dtype_of(bias->scalar_type(), "bias");
@@ -130,7 +130,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
   if (dropout.is_given() && bias) {
     const bool is_wide = params.probabilities.type == DType::kFloat32;
     read_bias = is_wide ? in_type(*bias, ScalarType::Float) : *bias;
-    if (has_scattered_rows(read_bias)) read_bias = with_dense_rows(read_bias, 1);
+    if (has_scattered_rows(read_bias)) read_bias = with_contiguous_rows(read_bias, 1);
     params.bias = strided(read_bias, probabilities, "bias");
     params.bias.type = dtype_of(read_bias.scalar_type(), "bias");
   }

@@ -251,7 +251,7 @@ std::optional<ScalarType> autocast_type(at::Device device) {
   return at::autocast::get_autocast_dtype(device.type());
 }
 
-Tensor as_kernels_take_it(const Tensor& bias, ScalarType type) {
+Tensor cast_for_kernel(const Tensor& bias, ScalarType type) {
   return bias.scalar_type() == type ? bias : bias.to(at::kFloat);
 }
 

@@ -105,7 +105,7 @@ PyObject* to_python(at::ArrayRef<Tensor> tensors);
 std::optional<ScalarType> autocast_type(at::Device device);
 
 // In the type of the scores, or float32, as kernels read it; a gradient passes.
-Tensor as_kernels_take_it(const Tensor& bias, ScalarType type);
+Tensor cast_for_kernel(const Tensor& bias, ScalarType type);
 
 // A view with leading dimensions of size 1.
 Tensor with_rank(Tensor tensor, int64_t rank);

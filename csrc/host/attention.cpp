@@ -288,7 +288,7 @@ PyObject* attend(PyObject* const* arguments, bool is_transposed) {
     const pybind11::gil_scoped_release no_gil;
     auto& [query, key, value, bias, sink, options, return_lse, leading] = *call;
     if (bias)
-      bias = with_rank(as_kernels_take_it(*bias, query.scalar_type()), options.is_relative ? 3 : 4);
+      bias = with_rank(cast_for_kernel(*bias, query.scalar_type()), options.is_relative ? 3 : 4);
     if (options.mask) options.mask = with_rank(*options.mask, 4);
     for (std::optional<Tensor>* bound : {&options.visible.first, &options.visible.end})
       if (*bound) *bound = with_rank(**bound, 3);

@@ -156,7 +156,7 @@ PyObject* softmax(PyObject* const* arguments) {
   variable_list results;
   {
     const pybind11::gil_scoped_release no_gil;
-    if (bias) bias = as_kernels_take_it(*bias, scores.scalar_type());
+    if (bias) bias = cast_for_kernel(*bias, scores.scalar_type());
     if (wants_bias || (records && (scores.requires_grad() || wants_gradient(sink.tensor)))) {
       options.return_lse |= sink.tensor.has_value();
       results = Softmax::apply(scores, bias, sink.tensor, options);

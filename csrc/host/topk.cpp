@@ -92,7 +92,7 @@ PyObject* softmax_topk(PyObject* const* arguments) {
   Tensor lse;
   {
     const pybind11::gil_scoped_release no_gil;
-    if (options.bias) options.bias = as_kernels_take_it(*options.bias, logits.scalar_type());
+    if (options.bias) options.bias = cast_for_kernel(*options.bias, logits.scalar_type());
     results =
         records && logits.requires_grad() ? Topk::apply(logits, options) : forward(logits, options);
     if (return_lse) lse = results[2].select(0, 2);
