@@ -76,16 +76,6 @@ Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
   return is_fast ? bias : with_contiguous_rows(bias, in_chunk);
 }
 
-// Gives a launch its workspace, which the caller keeps until the launch.
-template <class Launch>
-Tensor set_workspace(Launch& launch, const Tensor& beside) {
-  Tensor workspace;
-  if (launch.plan.workspace_bytes == 0) return workspace;
-  workspace = new_workspace(launch.plan.workspace_bytes, beside);
-  launch.set_workspace(workspace.data_ptr());
-  return workspace;
-}
-
 // What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,
 // but that dimensions of stride 0 may have size 1.
 struct Inputs {
@@ -297,7 +287,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   params.output = rows_of(output);
   params.statistics = static_cast<float*>(statistics.data_ptr());
   ForwardLaunch launch = plan_attention_forward(params, current_stream(query));
-  const Tensor workspace = set_workspace(launch, query);
+  const auto workspace = set_workspace(launch, query);
   if (launch.plan.reads_block_mask(mask.has_value(), first || end))
     note = set_block_mask(launch.params, mask, first, end, note, query, false);
   check_cuda(attention_forward(launch, current_stream(query)), "attention_forward");
@@ -419,7 +409,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     params.bias_gradient_kind =
         bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1));
   BackwardLaunch launch = plan_attention_backward(params, deterministic);
-  const Tensor workspace = set_workspace(launch, query);
+  const auto workspace = set_workspace(launch, query);
   const auto write_bias_gradient = [&](const std::vector<int64_t>& sizes, ScalarType type) {
     bias_sums = new_tensor(sizes, type, query);
     launch.params.bias_gradient = bias_sums.data_ptr();

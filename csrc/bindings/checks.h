@@ -107,7 +107,7 @@ template <class Launch>
 std::optional<Tensor> set_workspace(Launch& launch, const Tensor& on_device_of) {
   if (launch.plan.workspace_bytes == 0) return {};
   std::optional<Tensor> workspace = new_workspace(launch.plan.workspace_bytes, on_device_of);
-  launch.plan.schedule.workspace = workspace->data_ptr();
+  launch.set_workspace(workspace->data_ptr());
   return workspace;
 }
 

@@ -8,12 +8,14 @@
 
 namespace megasoftmax {
 
-// What kernels need, and how they run. The caller allocates plan.workspace_bytes bytes, which need
-// not be set to anything, and gives their address as plan.schedule.workspace.
+// What kernels need, and how they run.
 template <class Params, class Plan>
 struct RowLaunch {
   Params params;
   Plan plan;
+
+  // Of plan.workspace_bytes, which need not be set to anything. It must stay until the launch.
+  void set_workspace(void* workspace) { plan.schedule.workspace = workspace; }
 };
 
 struct Plan {
