@@ -81,7 +81,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
 
 // `text`: the numbers that megasoftmax/explain/attention.py names. Returns lines as `add_plan` adds
 // them.
-extern "C" __attribute__((visibility("default"))) const char* megasoftmax_explain_attention(
+extern "C" __attribute__((visibility("default"))) const char* megasoftmax_attention_plan(
     const char* text) {
   using namespace megasoftmax;
   const NamedIntegers call(text);

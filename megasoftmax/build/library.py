@@ -108,7 +108,7 @@ def plans() -> ctypes.CDLL:
     if compiled.path is not None:
         with suppress(OSError, AttributeError):  # it was compiled from other sources
             whole = ctypes.CDLL(str(compiled.path))
-            for name in ("megasoftmax_softmax_plan", "megasoftmax_explain_attention"):
+            for name in ("megasoftmax_softmax_plan", "megasoftmax_attention_plan"):
                 getattr(whole, name)
             return whole
     sources = sorted(extension.CSRC.glob("*/explain*.cpp"))

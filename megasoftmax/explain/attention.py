@@ -161,7 +161,7 @@ def explain_attention(
         major=device.major,
         shared_bytes=device.shared_bytes,
     )
-    answer = ask("megasoftmax_explain_attention", **vars(call))
+    answer = ask("megasoftmax_attention_plan", **vars(call))
     plan = SimpleNamespace(**{name: int(value) for name, (value,) in answer.items()})
 
     pairs = batches * heads * visible_entries(limits, queries, keys)
