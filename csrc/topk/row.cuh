@@ -22,7 +22,7 @@ __device__ inline float logit_at(const TopkParams& params, const RowIndex& index
 }
 
 struct RowStatistics {
-  float max;  // in segments of Logits, which without a bias are z / |scale|
+  float max;  // in units of Logits, which without a bias are z / |scale|
   float sum, log_sum, lse;
 
   __device__ RowStatistics(const TopkParams& params, MaxAndSum total, bool has_bias)
