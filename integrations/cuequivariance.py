@@ -18,7 +18,7 @@ What differs from cuEquivariance 0.13:
   every logit, which makes the mean of the values.
 * The bias keeps its type, and its gradient has that type. cuEquivariance casts it to float32, or
   on Blackwell to the type of the queries.
-* Mask and bias may have any shape that broadcasts to [B, N, H, Q, K].
+* Mask and bias may have any shape of 5 dimensions that broadcasts to [B, N, H, Q, K].
 * Under torch.use_deterministic_algorithms(True) all gradients are deterministic.
 
 Interface: https://docs.nvidia.com/cuda/cuequivariance. The operation is Algorithm 14 of AlphaFold 3
@@ -78,13 +78,14 @@ def triangle_attention(
     checks.check_flag("return_aux", return_aux)
     if mask is not None and kv_lengths is not None:
         raise ValueError("kv_lengths: expected None beside a mask, got both")
+    batch = len(q) if isinstance(q, Tensor) and q.dim() == 5 else 1
     tensors = {"q": q, "k": k, "v": v, "bias": bias}
-    q, k, v, bias = (_with_batch(name, tensor) for name, tensor in tensors.items())
+    q, k, v, bias = (_with_batch(name, tensor, batch) for name, tensor in tensors.items())
     excluded = visible = None
     if mask is not None:
-        excluded = ~_with_batch("mask", mask).bool()
+        excluded = ~_with_batch("mask", mask, batch).bool()
     elif kv_lengths is not None:
-        visible = None, _with_batch("kv_lengths", kv_lengths).squeeze(-1)
+        visible = None, _with_batch("kv_lengths", kv_lengths, batch).squeeze(-1)
     options: dict[str, Any] = {
         "bias": bias,
         "mask": excluded,
@@ -105,13 +106,13 @@ def triangle_attention(
     return output, lse.masked_fill(has_no_key, 0), largest.masked_fill(has_no_key, 0)
 
 
-def _with_batch(name: str, tensor: Any) -> Tensor:
+def _with_batch(name: str, tensor: Any, batch: int) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.dim() not in (4, 5):
-        raise ValueError(
-            f"{name}: expected 5 dimensions, or 4 for a batch of 1, got {tuple(tensor.shape)}"
-        )
+    # With another batch, 4 dimensions [B, H, Q, K] could broadcast along the rows.
+    if tensor.dim() != 5 and (tensor.dim() != 4 or batch != 1):
+        found = f"{tuple(tensor.shape)} for a batch of {batch}"
+        raise ValueError(f"{name}: expected 5 dimensions, or 4 for a batch of 1, got {found}")
     return tensor if tensor.dim() == 5 else tensor[None]
 
 

@@ -119,6 +119,7 @@ def test_largest_logits_are_found_some_rows_at_a_time(monkeypatch):
     ("change", "error", "message"),
     [
         ({"q": torch.zeros(2, 3, 4)}, ValueError, "q: expected 5 dimensions, or 4 for a batch"),
+        ({"bias": torch.zeros(3, 2, 5, 7)}, ValueError, "bias: expected 5 dimensions, or 4 for a"),
         ({"q": None}, TypeError, "q: expected a tensor, got NoneType"),
         ({"k": torch.zeros(2, 3, 2, 7, 5)}, TypeError, "k: expected a tensor of torch.float64"),
         (
