@@ -45,12 +45,6 @@ cudaError_t with_regime(const Regime (&)[kCount], int index, Body&& body) {
                              std::make_integer_sequence<int, kCount>{});
 }
 
-inline cudaError_t attribute_of_device(cudaDeviceAttr attribute, int& value) {
-  int device = 0;
-  MEGASOFTMAX_RETURN_IF_ERROR(cudaGetDevice(&device));
-  return cudaDeviceGetAttribute(&value, attribute, device);
-}
-
 // How the blocks of a launch belong together.
 enum class Together {
   kNot,
