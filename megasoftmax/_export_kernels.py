@@ -32,7 +32,7 @@ _LEFT_OUT = (
     *("__main__.py", "_export_kernels.py", "_extras.py", "_progress.py", "_tables.py"),
     *("check", "integrations", "regression"),
 )
-# What attn_implementation="org/repo:attention_forward" of transformers looks up in the kernel.
+# What attn_implementation="org/repo:flash_attn_forward" of transformers looks up in the kernel.
 _ATTENTION = """
 from .hub import attention_forward as attention_forward
 from .hub import flash_attn_forward as flash_attn_forward

@@ -1,11 +1,14 @@
 """The attention function of a kernel on Hugging Face's hub, which `export-kernels` writes.
 
-    model.set_attn_implementation("org/repo:attention_forward")
+    model.set_attn_implementation("org/repo:flash_attn_forward")
 
 transformers gives such functions the masks of flash-attn: a padding mask or none, since causality,
-windows and packed sequences are arguments. Where it asks the kernel for `flash_attn_forward`, masks
-are those of SDPA. `megasoftmax.integrations.transformers`, which is installed and registered,
-serves biases and other masks too.
+windows and packed sequences are arguments. Only for names with "flash" does it keep the mask of a
+static cache, and refuse masks of chunks. Without the mask, unused entries of the cache count. A
+model that takes certain flash kernels alone, such as GPT-OSS, takes "org/repo:attention_forward",
+with other caches. Where transformers asks the kernel for `flash_attn_forward` by itself, masks are
+those of SDPA. `megasoftmax.integrations.transformers`, which is installed and registered, serves
+all caches, biases and other masks too.
 """
 
 from typing import Any

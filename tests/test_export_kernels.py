@@ -29,6 +29,14 @@ def check(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
 """
 ALONE = 'sys.modules["megasoftmax"] = None  # importing it fails\n'
+OF_TRANSFORMERS = """
+import os
+os.environ["LOCAL_KERNELS"] = f"org/fused={folder}"
+os.environ["HF_HUB_OFFLINE"] = "1"
+from transformers.integrations import hub_kernels
+hub_kernels.is_kernels_available = lambda: True  # it asks for a version of kernels
+hub_kernels.get_kernel = lambda name, **others: kernels.get_kernel(name, version=1)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -240,12 +248,6 @@ def test_earlier_versions_find_the_kernel_in_a_folder(exported, run):
 def test_models_of_transformers_take_the_attention_function(exported, run):
     """With the masks that transformers gives to kernels: padding, or none."""
     script = """
-    import os
-    os.environ["LOCAL_KERNELS"] = f"org/fused={folder}"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers.integrations import hub_kernels
-    hub_kernels.is_kernels_available = lambda: True  # it asks for a version of kernels
-    hub_kernels.get_kernel = lambda name, **others: kernels.get_kernel(name, version=1)
     from transformers import (
         BertConfig, BertModel, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
     )
@@ -302,7 +304,26 @@ def test_models_of_transformers_take_the_attention_function(exported, run):
             losses.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
         torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-5)
     """
-    run(ALONE + textwrap.dedent(script), exported)
+    run(ALONE + OF_TRANSFORMERS + textwrap.dedent(script), exported)
+
+
+def test_a_static_cache_of_transformers(exported, run):
+    """Its unused entries do not count: transformers keeps the mask for a name with "flash"."""
+    script = """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).eval()
+    given = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    given |= dict(cache_implementation="static", disable_compile=True, output_logits=True)
+    ids, logits = torch.randint(1, 64, (2, 9)), []
+    for implementation in ("eager", "org/fused:flash_attn_forward"):
+        model.set_attn_implementation(implementation)
+        found = model.generate(ids, **given, return_dict_in_generate=True)
+        logits.append(torch.stack(found.logits))
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
+    """
+    run(ALONE + OF_TRANSFORMERS + textwrap.dedent(script), exported)
 
 
 def test_attention_function_of_a_kernel():
