@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import megasoftmax
 from megasoftmax.integrations.float_masks import bias_and_mask
 from megasoftmax.integrations.names import is_disabled
-from megasoftmax.integrations.replacing import Change, Patched, Served, in_lines
+from megasoftmax.integrations.replacing import Change, Patched, Reports, Served
 
 _NOT_SERVED = {
     "boltz.model.layers.attention.AttentionPairBias": "Boltz-1's; it computes attention itself",
@@ -169,7 +169,7 @@ _HAVE: dict[type[nn.Module], tuple[str, ...]] = {
 }
 
 
-class PatchedModel(Patched):
+class PatchedModel(Reports, Patched):
     """What one call of `patch_model` has changed; a context manager."""
 
     def __init__(self, model: nn.Module, changes: list[Change], why_not: dict[str, str]) -> None:
@@ -181,18 +181,14 @@ class PatchedModel(Patched):
     def report(self) -> dict[str, Served]:
         """What every attention layer of these packages in the model runs at present, by its name.
 
-        It holds for calls in the type of the weights, or under the autocast that is on now.
-        "SDPA" is torch's scaled_dot_product_attention, which `megasoftmax.attention` takes on a
-        CPU.
+        It holds for calls in the type of the weights, or under the autocast that is on now, if no
+        bias needs a gradient. "SDPA" is torch's scaled_dot_product_attention, which
+        `megasoftmax.attention` takes on a CPU.
         """
         return {
             name: _served(layer, self._why_not.get(name, "not patched"))
             for name, layer in _layers_of(self._model)
         }
-
-    def __repr__(self) -> str:
-        """The report, a line for neighbours that are served alike."""
-        return in_lines(self.report)
 
 
 def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -> PatchedModel:
@@ -286,6 +282,4 @@ def _served(layer: nn.Module, why_not: str) -> Served:
         head_dim, dtype = layer.c_hidden, weight.dtype
     like_query = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=weight.device)
     reasons = megasoftmax.why_not_fused(megasoftmax.attention, *[like_query] * 3)
-    if len(reasons) == 0:
-        return Served("attention")
-    return Served(reasons.runs, "; ".join(str(reason) for reason in reasons))
+    return Served.by(reasons, otherwise="reference")

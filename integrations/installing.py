@@ -8,10 +8,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megasoftmax.integrations.replacing import Change, Replaced, Served, in_lines
+from megasoftmax.integrations.replacing import Change, Replaced, Reports, Served
 
 
-class Installed(Replaced):
+class Installed(Reports, Replaced):
     """What one call of an `install` has changed; a context manager."""
 
     def __init__(self, places: list[Change], missing: list[Change], why_not: dict[str, str]):
@@ -44,10 +44,6 @@ class Installed(Replaced):
         meanwhile and took the function with `from ... import`.
         """
         self.undo()
-
-    def __repr__(self) -> str:
-        """The report, a line for neighbours that are served alike."""
-        return in_lines(self.report)
 
 
 def install(

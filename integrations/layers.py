@@ -12,13 +12,13 @@ import torch
 
 import megasoftmax
 from megasoftmax.integrations.names import is_disabled
-from megasoftmax.integrations.replacing import Change, Patched, Served, in_lines
+from megasoftmax.integrations.replacing import Change, Patched, Reports, Served
 
 Classes = Mapping[type[Any], type[Any]]
 """A class of the library -> the subclass that takes its place."""
 
 
-class PatchedLayers(Patched):
+class PatchedLayers(Reports, Patched):
     """What one call of a `patch_model` has changed; a context manager."""
 
     def __init__(
@@ -45,10 +45,6 @@ class PatchedLayers(Patched):
         """
         return {name: self._served(layer) for name, layer in self._layers.items()}
 
-    def __repr__(self) -> str:
-        """The report, a line for neighbours that are served alike."""
-        return in_lines(self.report)
-
     def _served(self, layer: torch.nn.Module) -> Served:
         if why := self._why_left(layer):
             return Served("unchanged", why)
@@ -59,10 +55,7 @@ class PatchedLayers(Patched):
             1, 1, 1, self._head_dim(layer), dtype=weight.dtype, device=weight.device
         )
         reasons = megasoftmax.why_not_fused(megasoftmax.attention, *[like_query] * 3)
-        if len(reasons) == 0:
-            return Served("attention")
-        runs = "SDPA" if reasons.runs == "SDPA" else "softmax"
-        return Served(runs, "; ".join(str(reason) for reason in reasons))
+        return Served.by(reasons, otherwise="softmax")
 
     def _why_left(self, layer: torch.nn.Module) -> str:
         """Why a layer cannot be patched; empty: it can."""

@@ -38,7 +38,7 @@ from megasoftmax.integrations.names import (
     asked_name,
     is_disabled,
 )
-from megasoftmax.integrations.replacing import Change, Patched, Served, in_lines
+from megasoftmax.integrations.replacing import Change, Patched, Reports, Served
 from megasoftmax.integrations.routers import (
     changes_of_routers,
     find_routers,
@@ -61,7 +61,7 @@ _FLAGS = ("softmax", "attention", "router")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 
 
-class PatchedModel(Patched):
+class PatchedModel(Reports, Patched):
     """What one call of `patch_model` has changed; a context manager."""
 
     def __init__(
@@ -93,10 +93,6 @@ class PatchedModel(Patched):
         super().undo()
         self._why_not = {}
 
-    def __repr__(self) -> str:
-        """The report, a line for neighbours that are served alike."""
-        return in_lines(self.report)
-
     def _served(self, layer: Layer) -> Served:
         implementation = layer.config._attn_implementation
         name = asked_name(implementation)
@@ -109,10 +105,7 @@ class PatchedModel(Patched):
         if name == SOFTMAX_NAME:
             return Served("softmax", f"{SOFTMAX_NAME} was asked for")
         reasons = _why_not_attention(layer.module)
-        if len(reasons) == 0:
-            return Served("attention")
-        runs = "SDPA" if reasons.runs == "SDPA" else "softmax"
-        return Served(runs, "; ".join(str(reason) for reason in reasons))
+        return Served.by(reasons, otherwise="softmax")
 
     def _unchanged(self, name: str, otherwise: str = "not patched") -> Served:
         disabled = "MEGASOFTMAX_DISABLE=1" if is_disabled() else otherwise

@@ -1,6 +1,7 @@
 """Binds names of other libraries, or attributes of a model, to megasoftmax, and undoes it."""
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any, NamedTuple, Self
 
@@ -11,21 +12,37 @@ class Served(NamedTuple):
     """What a part of a model or a library runs."""
 
     runs: str
-    """"attention", "SDPA", "softmax", "router" or "unchanged"."""
+    """"attention", "SDPA", "reference" (attention in plain torch), "softmax", "router" or
+    "unchanged"."""
     why: str = ""
+
+    @classmethod
+    def by(cls, reasons: Any, otherwise: str) -> Self:
+        """By `why_not_fused` of attention; `otherwise` runs where neither kernels nor SDPA do."""
+        if not reasons:
+            return cls("attention")
+        runs = "SDPA" if reasons.runs == "SDPA" else otherwise
+        return cls(runs, "; ".join(map(str, reasons)))
 
     def __str__(self) -> str:
         return f"{self.runs}: {self.why}" if self.why else self.runs
 
 
-def in_lines(report: Mapping[str, Served]) -> str:
-    """A report by names, a line for neighbours that are served alike."""
-    lines = []
-    for served, group in groupby(report.items(), key=lambda item: item[1]):
-        names = [name for name, _ in group]
-        first_and_last = " ... ".join(dict.fromkeys([names[0], names[-1]]))
-        lines.append(f"{first_and_last} ({len(names)}): {served}")
-    return "\n".join(lines)
+class Reports(ABC):
+    """What says by names what runs."""
+
+    @property
+    @abstractmethod
+    def report(self) -> dict[str, Served]: ...
+
+    def __repr__(self) -> str:
+        """The report, a line for neighbours that are served alike."""
+        lines = []
+        for served, group in groupby(self.report.items(), key=lambda item: item[1]):
+            names = [name for name, _ in group]
+            first_and_last = " ... ".join(dict.fromkeys([names[0], names[-1]]))
+            lines.append(f"{first_and_last} ({len(names)}): {served}")
+        return "\n".join(lines)
 
 
 class Change(NamedTuple):

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe import router as moe_router
 
 import megasoftmax
 from megasoftmax.integrations.megatron.routers import ROUTED_WHERE, through_softmax_topk
-from megasoftmax.integrations.replacing import Change, Replaced, Served, in_lines
+from megasoftmax.integrations.replacing import Change, Replaced, Reports, Served
 
 _SOFTMAX = "FusedScaleMaskSoftmax"
 _ROUTING = "topk_routing_with_score_function"
@@ -38,7 +38,7 @@ class SoftmaxOfLayer(megasoftmax.FusedScaleMaskSoftmax):
             )
 
 
-class AppliedToMegatron(Replaced):
+class AppliedToMegatron(Reports, Replaced):
     """What one call of `apply_megasoftmax_to_megatron` has changed; a context manager."""
 
     def __init__(self, changes: list[Change], softmax: bool, router: bool) -> None:
@@ -76,9 +76,6 @@ class AppliedToMegatron(Replaced):
                 layers = f"{counts[kind]} of {sum(counts.values())} layers"
                 found[f"{_SOFTMAX} of {layers}{which}"] = served
         return found
-
-    def __repr__(self) -> str:
-        return in_lines(self.report)
 
 
 def _is_applied(name: str) -> bool:
