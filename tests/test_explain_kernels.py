@@ -175,6 +175,14 @@ def test_relative_biases_run_on_hopper(head_dim: int) -> None:
     assert both.workspace_bytes == back.workspace_bytes + 4 * sums
 
 
+def test_portable_kernels_hold_relative_biases_as_float32() -> None:
+    for backward in (False, True):
+        options: dict[str, Any] = {"backward": backward, "major": 8}
+        relative = explain_attention(2, 8, 512, 64, relative=True, **options)
+        dense = explain_attention(2, 8, 512, 64, bias=True, bias_dtype=torch.float32, **options)
+        assert relative.shared_bytes == dense.shared_bytes
+
+
 def test_blocks_on_hopper_are_shared_where_queries_see_few_keys() -> None:
     most = kernel_limits().attention["kMaxStepsOfPersistentBlocks"]
     tiles = 8 * 16 * 32  # of 128 queries

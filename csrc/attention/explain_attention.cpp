@@ -48,6 +48,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     params.bias.data = &given;
     params.bias.type = call["has_float_bias"] != 0 ? DType::kFloat32 : params.query.type;
     params.is_relative = call["is_relative"] != 0;
+    if (params.is_relative) params.bias.query_stride = -1;  // entries follow key - query
     if (call["has_bias_gradient"] != 0)
       params.bias_gradient_kind = bias_gradient_kind(params, params.queries, params.keys);
   }
