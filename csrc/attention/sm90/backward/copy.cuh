@@ -140,7 +140,6 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::c
     for (int last = step + 2; bias_sums.is_in_cluster && step < last; ++step)
       memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
   }
-  return;
 }
 
 }  // namespace megasoftmax
