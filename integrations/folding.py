@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import megasoftmax
 from megasoftmax.integrations.float_masks import bias_and_mask
 from megasoftmax.integrations.names import is_disabled
+from megasoftmax.integrations.products import like_query
 from megasoftmax.integrations.replacing import Change, Patched, Reports, Served
 
 _NOT_SERVED = {
@@ -274,12 +275,10 @@ def _served(layer: nn.Module, why_not: str) -> Served:
     if not isinstance(layer, tuple(_HAVE)):
         why_not = "MEGASOFTMAX_DISABLE=1" if is_disabled() else why_not
         return Served("unchanged", _NOT_SERVED.get(_name_of(type(layer)), why_not))
-    weight = next(layer.parameters())
     if isinstance(layer, _PairBias):
-        head_dim, dtype = layer.head_dim, torch.float32 if layer.upcast else weight.dtype
+        query = like_query(layer, layer.head_dim, torch.float32 if layer.upcast else None)
     else:
         assert isinstance(layer, _OfOpenFold)
-        head_dim, dtype = layer.c_hidden, weight.dtype
-    like_query = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=weight.device)
-    reasons = megasoftmax.why_not_fused(megasoftmax.attention, *[like_query] * 3)
+        query = like_query(layer, layer.c_hidden)
+    reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
     return Served.by(reasons, otherwise="reference")

@@ -12,6 +12,7 @@ import torch
 
 import megasoftmax
 from megasoftmax.integrations.names import is_disabled
+from megasoftmax.integrations.products import like_query
 from megasoftmax.integrations.replacing import Change, Patched, Reports, Served
 
 Classes = Mapping[type[Any], type[Any]]
@@ -50,11 +51,8 @@ class PatchedLayers(Reports, Patched):
             return Served("unchanged", why)
         if type(layer) in self._classes:
             return Served("unchanged", "not patched")
-        weight = next(layer.parameters())
-        like_query = torch.empty(
-            1, 1, 1, self._head_dim(layer), dtype=weight.dtype, device=weight.device
-        )
-        reasons = megasoftmax.why_not_fused(megasoftmax.attention, *[like_query] * 3)
+        query = like_query(layer, self._head_dim(layer))
+        reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
         return Served.by(reasons, otherwise="softmax")
 
     def _why_left(self, layer: torch.nn.Module) -> str:
@@ -77,8 +75,11 @@ def patch_layers(
         head_dim: of a layer.
 
     Raises:
-        ValueError: the model has no such layer.
+        TypeError: the model is not a module.
+        ValueError: it has no such layer.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
     patched = PatchedLayers(model, classes, head_dim)
     if not patched.report:
         names = ", ".join(f"{each.__module__}.{each.__qualname__}" for each in classes)

@@ -84,6 +84,7 @@ def patch_model(model: torch.nn.Module) -> PatchedLayers:
         environment nothing is changed.
 
     Raises:
-        ValueError: the model has no such layer.
+        TypeError: the model is not a module.
+        ValueError: it has no such layer.
     """
     return patch_layers(model, LAYERS, lambda layer: layer.d_k)

@@ -38,6 +38,7 @@ from megasoftmax.integrations.names import (
     asked_name,
     is_disabled,
 )
+from megasoftmax.integrations.products import like_query
 from megasoftmax.integrations.replacing import Change, Patched, Reports, Served
 from megasoftmax.integrations.routers import (
     changes_of_routers,
@@ -238,17 +239,14 @@ def _changes_of_routers(
 
 def _why_not_attention(layer: torch.nn.Module) -> megasoftmax.Reasons:
     """Reasons against fused attention, found with tensors like those that the layer would make."""
-    without_weights = torch.empty(0, dtype=torch.float32, device="cpu")
-    weight = next((p for p in layer.parameters() if p.is_floating_point()), without_weights)
     head_dim = next((getattr(layer, name) for name in _HEAD_DIMS if hasattr(layer, name)), 64)
-    # Not weight.new_empty: quantised weights do not have every operator.
-    like_query = torch.empty(1, 1, 1, head_dim, dtype=weight.dtype, device=weight.device)
+    query = like_query(layer, head_dim)
     has_sinks = getattr(layer, "sinks", None) is not None
     return why_not_attention(
         layer,
-        like_query,
-        like_query,
-        like_query,
+        query,
+        query,
+        query,
         softcap=getattr(layer, "attn_logit_softcapping", None),
-        s_aux=like_query.new_empty(1) if has_sinks else None,
+        s_aux=query.new_empty(1) if has_sinks else None,
     )

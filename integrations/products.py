@@ -34,6 +34,17 @@ def takes_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
     return len(reasons_against_sdpa(query, key, value, options)) == 0
 
 
+def like_query(layer: torch.nn.Module, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A query [1, 1, 1, head_dim] like that of a layer, by default of the type of its weights.
+
+    Quantised weights, which are integers, say nothing of it.
+    """
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    weight = next((each for each in layer.parameters() if each.is_floating_point()), nothing)
+    # Not weight.new_empty: quantised weights do not have every operator.
+    return torch.empty(1, 1, 1, head_dim, dtype=dtype or weight.dtype, device=weight.device)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attention for layers that need no probabilities, [..., heads, queries, value_dim].
 

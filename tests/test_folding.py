@@ -419,3 +419,12 @@ def test_subclasses_stay():
     with patch_model(model) as patched:
         assert str(patched.report["0.mha"]) == "unchanged: not patched"
         assert patched.report["1"].runs == "SDPA"
+
+
+def test_report_of_quantised_weights():
+    """Integers say nothing of the type of a call."""
+    layer = triangle("boltz", "stand-in")
+    with patch_model(layer) as patched:
+        weight = layer.mha.linear_q.weight
+        layer.mha.linear_q.weight = nn.Parameter(weight.detach().to(torch.int8), False)
+        assert patched.report["mha"].runs == "SDPA"

@@ -359,6 +359,8 @@ def test_report_of_patched_layers(nemo, monkeypatch):
 def test_model_without_such_layers_is_an_error(nemo):
     with pytest.raises(ValueError, match=r"expected layers of .*RelPositionMulti.*; got Linear"):
         nemo.patch_model(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model: expected a module, got str"):
+        nemo.patch_model("nemo")
 
 
 def test_patched_layers_are_left_to_whoever_patched_them(nemo):
