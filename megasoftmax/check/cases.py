@@ -72,7 +72,7 @@ class Softmax(Drawn):
         given = {"scale": self.scale, **_excluded(self, data)}
         drops: dict[str, Any] = {}
         if self.dropout > 0:
-            seed = torch.tensor([math.prod(self.shape)], device=scores.device)
+            seed = torch.tensor([math.prod(self.shape)], dtype=torch.int64, device=scores.device)
             drops = {"dropout": self.dropout, "seed": seed}
         unless_fused(megasoftmax.softmax, fused, scores, bias=bias, **given, **drops)
 

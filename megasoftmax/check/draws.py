@@ -98,10 +98,13 @@ class Data:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, shape: Shape) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.device)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device=self.device)
+
+    def uniform(self, shape: Shape) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float32, device=self.device)
 
     def coin(self, shape: Shape, odds: float) -> Tensor:
-        return torch.rand(shape, generator=self.generator, device=self.device) < odds
+        return self.uniform(shape) < odds
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -248,9 +251,7 @@ class Ranges(Drawn):
         """Some reach beyond the keys."""
 
         def uniform(low: float, high: float) -> Tensor:
-            return low + (high - low) * torch.rand(
-                self.shape, generator=data.generator, device=data.device
-            )
+            return low + (high - low) * data.uniform(self.shape)
 
         first = uniform(-0.3, 1.1) * self.keys
         end = first + uniform(-0.1, 1.2) * self.keys
