@@ -29,6 +29,7 @@ here, unless `upcast=False`, or Boltz itself is asked for flash attention.
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -219,7 +220,6 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
         return PatchedModel(model, [], {})
     changes = []
     refused = {}
-    subclasses: dict[type, type] = {}
     for name, layer in _layers_of(model):
         ours = _SERVED.get(_name_of(type(layer)))
         if ours is None:
@@ -227,10 +227,7 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
         if reason := _why_not(layer, ours):
             refused[name] = reason
             continue
-        known = type(layer)
-        if known not in subclasses:
-            subclasses[known] = type(f"Megasoftmax{known.__name__}", (ours, known), {})
-        changes.append(Change(layer, "__class__", subclasses[known], name))
+        changes.append(Change(layer, "__class__", _subclass(ours, type(layer)), name))
         if ours is _PairBias and not upcast:
             changes.append(Change(layer, "upcast", False, name))
     if strict and refused:
@@ -244,6 +241,11 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
             f"model: expected one with {', '.join(_SERVED)}, got {type(model).__name__}"
         )
     return PatchedModel(model, changes, refused)
+
+
+@cache  # one class for all patches, so that compiled code stays valid
+def _subclass(ours: type[nn.Module], layer_class: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Megasoftmax{layer_class.__name__}", (ours, layer_class), {})
 
 
 def _name_of(layer_class: type) -> str:

@@ -22,6 +22,7 @@ from pair_layers import (
     triangle,
 )
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import megasoftmax
 from megasoftmax.integrations import cuequivariance, evoformer, folding
@@ -428,3 +429,13 @@ def test_report_of_quantised_weights():
         weight = layer.mha.linear_q.weight
         layer.mha.linear_q.weight = nn.Parameter(weight.detach().to(torch.int8), False)
         assert patched.report["mha"].runs == "SDPA"
+
+
+def test_code_compiled_for_a_patch_serves_the_next():
+    layer, (x, keep) = triangle("boltz", "stand-in"), pairs()
+    counter = CompileCounter()
+    compiled = torch.compile(layer, backend=counter)
+    for _ in range(2):
+        with patch_model(layer):
+            compiled(x, mask=keep)
+    assert counter.frame_count == 1
