@@ -8,7 +8,7 @@ static cache, and refuse masks of chunks. Without the mask, unused entries of th
 model that takes certain flash kernels alone, such as GPT-OSS, takes "org/repo:attention_forward",
 with other caches. Where transformers asks the kernel for `flash_attn_forward` by itself, masks are
 those of SDPA. `megasoftmax.integrations.transformers`, which is installed and registered, serves
-all caches, biases and other masks too.
+all caches and other masks too.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax import ranges
+from megasoftmax import checks, ranges
 from megasoftmax.functions.attention import attention
 from megasoftmax.functions.softmax import softmax
 
@@ -33,6 +33,7 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -53,19 +54,24 @@ def attention_forward(
             it.
         softcap: refused.
         s_aux: [heads], a logit that joins the denominator.
+        position_bias: broadcastable to [batch, heads, queries, keys], added to the scaled scores.
         position_ids: [1, queries] of packed sequences, each of which begins at 0.
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin, and the last ends.
-        others: not used.
+        others: indices, block_indices, cache and sinks, which change the result, are refused unless
+            None. The rest is not used.
 
     Returns:
         [batch, queries, heads, dim of values], and None.
 
     Raises:
-        NotImplementedError: a softcap.
+        NotImplementedError: what is refused.
         ValueError: a mask that is neither.
     """
     if softcap:
         raise NotImplementedError(f"softcap: expected None, got {softcap}")
+    for name in ("indices", "block_indices", "cache", "sinks"):
+        if others.get(name) is not None:
+            raise NotImplementedError(f"{name}: expected None, got {checks.kind(others[name])}")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     mask, visible = None, None
@@ -79,6 +85,8 @@ def attention_forward(
             raise ValueError(f"attention_mask: expected [batch, keys] or 4 dimensions, got {shape}")
         kept = attention_mask.shape[1]
         key, value = key[:, :, :kept], value[:, :, :kept]
+        if position_bias is not None:
+            position_bias = position_bias[..., :kept]
         mask = attention_mask[:, None, None, :] == 0
     elif cu_seq_lens_q is not None:
         cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -89,7 +97,7 @@ def attention_forward(
         assert position_ids is not None
         visible = ranges.segments((position_ids == 0).cumsum(-1))
     options: dict[str, Any] = {"mask": mask, "causal": causal, "window": window}
-    options |= {"visible": visible, "sink": s_aux}
+    options |= {"visible": visible, "sink": s_aux, "bias": position_bias}
     if dropout == 0:
         output = attention(query, key, value, scale=scaling, **options)
     else:

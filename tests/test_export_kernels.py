@@ -327,7 +327,7 @@ def test_a_static_cache_of_transformers(exported, run):
 
 
 def test_attention_function_of_a_kernel():
-    """Masks of SDPA, packed sequences, a static cache, dropout, and what it refuses."""
+    """Masks of SDPA, a bias, packed sequences, a static cache, dropout, and what it refuses."""
     torch.manual_seed(0)
     module = torch.nn.Module()
     module.is_causal = True
@@ -345,6 +345,11 @@ def test_attention_function_of_a_kernel():
     key, value = key.clone(), value.clone()
     key[:, :, 8], value[:, :, 8] = 100, 100  # of a static cache, not yet written
     torch.testing.assert_close(call(torch.ones(1, 8), is_causal=False), last)
+    bias = torch.randn(1, 4, 9, 9)
+    wanted = megasoftmax.attention(query, key[:, :, :8], value[:, :, :8], bias=bias[..., :8])
+    for dropout in (0.0, 1e-9):
+        given = {"position_bias": bias, "is_causal": False, "dropout": dropout}
+        torch.testing.assert_close(call(torch.ones(1, 8), **given), wanted.transpose(1, 2))
     key, value = torch.randn(2, 1, 2, 9, 8).unbind(0)
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     packed = call(cu_seq_lens_q=ends, cu_seq_lens_k=ends, sliding_window=3)
@@ -354,6 +359,9 @@ def test_attention_function_of_a_kernel():
     torch.testing.assert_close(call(sliding_window=3), packed[:, 4:])
     with pytest.raises(NotImplementedError, match="softcap: expected None, got 30"):
         call(softcap=30.0)
+    for name in ("indices", "block_indices", "cache", "sinks"):
+        with pytest.raises(NotImplementedError, match=f"{name}: expected None, got a tensor"):
+            call(**{name: bias})
     with pytest.raises(ValueError, match=r"attention_mask: expected \[batch, keys\] or 4"):
         call(torch.ones(1, 1, 5))
     with pytest.raises(ValueError, match="attention_mask: expected a bool"):
