@@ -41,6 +41,11 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   params.output_gradient = contiguous(params.heads, params.queries, params.value_dim);
   alignas(16) float given = 0;  // something that is there; its content plays no part
   params.batches_per_bias = Divider(params.batches);
+  if (call["has_mask"] != 0) {
+    static uint32_t words = 0;
+    params.mask.data = &given;
+    params.block_mask.words = &words;
+  }
   if (call["has_bias"] != 0) {
     // The bindings copy rows of other lengths to rows of these.
     params.bias = contiguous(params.heads, params.queries, round_up<int64_t>(params.keys, 8));

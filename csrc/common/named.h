@@ -3,6 +3,7 @@
 // Compiles without nvcc.
 
 #include <cstdint>
+#include <locale>
 #include <map>
 #include <sstream>
 #include <string>
@@ -14,6 +15,7 @@ class NamedIntegers {
  public:
   explicit NamedIntegers(const char* text) {
     std::istringstream lines(text);
+    lines.imbue(std::locale::classic());  // the application's may group digits
     std::string name;
     for (int64_t value = 0; lines >> name >> value;) values_[name] = value;
   }
@@ -32,6 +34,7 @@ template <class Fill>
 const char* named_lines(Fill&& fill) {
   static thread_local std::string text;
   std::ostringstream lines;
+  lines.imbue(std::locale::classic());
   fill([&](const char* name, const auto&... values) {
     lines << name;
     ((lines << ' ' << values), ...);

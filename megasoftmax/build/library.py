@@ -108,8 +108,8 @@ def plans() -> ctypes.CDLL:
     if compiled.path is not None:
         with suppress(OSError, AttributeError):  # it was compiled from other sources
             whole = ctypes.CDLL(str(compiled.path))
-            for name in ("megasoftmax_softmax_plan", "megasoftmax_attention_plan"):
-                getattr(whole, name)
+            for family in ("softmax", "topk", "attention"):
+                getattr(whole, f"megasoftmax_{family}_plan")
             return whole
     sources = sorted(extension.CSRC.glob("*/explain*.cpp"))
     flags = [*extension.CXX_FLAGS]

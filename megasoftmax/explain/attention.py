@@ -152,6 +152,7 @@ def explain_attention(
         window_left=limits[0] if limits[0] < keys - 1 else -1,
         window_right=limits[1] if limits[1] < queries - 1 else -1,
         is_float=dtype == torch.float32,
+        has_mask=masked,
         has_bias=has_bias,
         has_float_bias=bias_dtype == torch.float32,
         has_bias_gradient=bias_gradient,

@@ -195,7 +195,6 @@ inline bool is_faster_in_order(const AttentionBackwardParams& params) {
 }
 
 struct Sm80 {
-  static constexpr BackendId kId = BackendId::kSm80;
   // Whether it has kernels of such elements.
   template <class T>
   static constexpr bool has_type() {
