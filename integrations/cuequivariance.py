@@ -32,6 +32,7 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax import checks
+from megasoftmax.autocast import as_autocast
 from megasoftmax.integrations import installing
 
 _NAMES = {"query": "q", "key": "k", "value": "v", "visible[1]": "kv_lengths"}
@@ -81,6 +82,7 @@ def triangle_attention(
     batch = len(q) if isinstance(q, Tensor) and q.dim() == 5 else 1
     tensors = {"q": q, "k": k, "v": v, "bias": bias}
     q, k, v, bias = (_with_batch(name, tensor, batch) for name, tensor in tensors.items())
+    q, k, v = as_autocast(q, k, v)
     excluded = visible = None
     if mask is not None:
         excluded = ~_with_batch("mask", mask, batch).bool()
@@ -101,7 +103,8 @@ def triangle_attention(
     if visible is not None:
         keys = torch.arange(k.shape[-2], device=k.device)
         excluded = keys >= visible[1][..., None]
-    largest = _largest_logits(q, k, bias, excluded, scale).to(lse.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        largest = _largest_logits(q, k, bias, excluded, scale).to(lse.dtype)
     has_no_key = lse == -torch.inf
     return output, lse.masked_fill(has_no_key, 0), largest.masked_fill(has_no_key, 0)
 

@@ -53,9 +53,10 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  # DeepSpeed's name
         biases: at most two tensors that broadcast to [*, H, L, S], or None in place of one. The
             first is [B, N, 1, 1, S] in DeepSpeed, a mask that is added; or it is bool, True =
             excluded. The second is [B, 1, H, L, S]. Both get gradients where they ask for them.
-        first_is_mask: True: the first bias has 0 and numbers of at most -30,000 only, and needs no
-            gradient. Anything else in it is an error, which a GPU reports as a failed device
-            assertion. False: it is added. None: found out on a CPU, added on a GPU.
+        first_is_mask: True: the first bias has 0 and numbers of at most -30,000 only. Anything else
+            in it is an error, which a GPU reports as a failed device assertion. False: it is added.
+            None: found out on a CPU, added on a GPU. One that needs a gradient is added in any
+            case.
 
     Returns:
         [*, L, H, D], contiguous, in the dtype of Q. The factor of the products is D ** -0.5.

@@ -28,7 +28,8 @@ def bias_and_mask(
         first_is_mask: whether the first bias is a mask. None: its values are read, on a CPU;
             reading those on a GPU would wait for it, so there it is added. True: it is, and what
             is neither 0 nor at most `EXCLUDED` is an error; a GPU reports it as a failed device
-            assertion, without waiting. False: it is added.
+            assertion, without waiting. False: it is added. One that needs a gradient is added in
+            any case.
 
     Returns:
         The bias and the mask, True = excluded; None for one that is not needed.

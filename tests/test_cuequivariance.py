@@ -108,6 +108,17 @@ def test_types():
     torch.testing.assert_close(output.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
+def test_largest_logits_under_autocast():
+    """In float32, of what attention multiplies."""
+    given = [each.detach() for each in tensors(torch.float32)]
+    with torch.autocast("cpu", torch.bfloat16):
+        _, lse, found = triangle_attention(*given, return_aux=True)
+    rounded = [each.bfloat16() for each in given[:3]]
+    wanted = triangle_attention(*rounded, given[3], return_aux=True)
+    assert torch.equal(lse, wanted[1])
+    assert torch.equal(found, wanted[2])
+
+
 def test_largest_logits_are_found_some_rows_at_a_time(monkeypatch):
     given = tensors()
     wanted = triangle_attention(*given, mask=valid("mask"), return_aux=True)[2]

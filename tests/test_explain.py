@@ -564,11 +564,3 @@ def test_console_script_is_the_command(forks: Forks) -> None:
     result = forks.run("from megasoftmax.__main__ import main; main()", "--help")
     assert result.returncode == 0, result.stderr
     assert "Usage: megasoftmax " in result.stdout
-
-
-def test_attention_with_a_mask_has_persistent_blocks():
-    """Its tiles take unlike times, so that blocks fetch them by a counter, 4 bytes."""
-    unmasked = explain_attention(4, 16, 4096, 128)
-    masked = explain_attention(4, 16, 4096, 128, masked=True)
-    assert (unmasked.blocks, unmasked.workspace_bytes) == (2048, 0)
-    assert (masked.blocks, masked.workspace_bytes) == (masked.gpu.multiprocessors, 4)

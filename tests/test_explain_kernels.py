@@ -696,3 +696,11 @@ def test_command_refuses(run: Any, arguments: list[str], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_attention_with_a_mask_has_persistent_blocks():
+    """Its tiles take unlike times, so that blocks fetch them by a counter, 4 bytes."""
+    unmasked = explain_attention(4, 16, 4096, 128)
+    masked = explain_attention(4, 16, 4096, 128, masked=True)
+    assert (unmasked.blocks, unmasked.workspace_bytes) == (2048, 0)
+    assert (masked.blocks, masked.workspace_bytes) == (masked.gpu.multiprocessors, 4)
