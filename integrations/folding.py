@@ -244,7 +244,7 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
 
 
 @cache  # one class for all patches, so that compiled code stays valid
-def _subclass(ours: type[nn.Module], layer_class: type[nn.Module]) -> type[nn.Module]:
+def _subclass(ours: type, layer_class: type) -> type:
     return type(f"Megasoftmax{layer_class.__name__}", (ours, layer_class), {})
 
 
