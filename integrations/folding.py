@@ -29,7 +29,6 @@ here, unless `upcast=False`, or Boltz itself is asked for flash attention.
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -243,9 +242,15 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
     return PatchedModel(model, changes, refused)
 
 
-@cache  # one class for all patches, so that compiled code stays valid
+# One class for all patches, so that compiled code stays valid.
+_subclasses: dict[tuple[type, type], type] = {}
+
+
 def _subclass(ours: type, layer_class: type) -> type:
-    return type(f"Megasoftmax{layer_class.__name__}", (ours, layer_class), {})
+    key = ours, layer_class
+    if key not in _subclasses:
+        _subclasses[key] = type(f"Megasoftmax{layer_class.__name__}", key, {})
+    return _subclasses[key]
 
 
 def _name_of(layer_class: type) -> str:
