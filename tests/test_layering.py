@@ -63,7 +63,7 @@ LAYERS = {
         "options ranges reference tracing"
     ),
     "layers": {"functions"},
-    "hub": {"functions", "ranges"},
+    "hub": {"checks", "functions", "ranges"},
     "modules": _names("arguments autocast biases checks dispatch functions host masks options"),
     "megasoftmax": _names("biases dispatch distributed functions layers masks modules ranges"),
     "integrations": _names(
