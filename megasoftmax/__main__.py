@@ -324,7 +324,7 @@ def check_kernels(
     from megasoftmax.check import CheckReport, check  # seconds of imports for other commands
 
     try:
-        report.write_text("")  # before the run, not after it
+        report.open("a").close()  # an error comes before the run, not after it
     except OSError as error:
         typer.echo(f"Error: report: {error}", err=True)
         raise typer.Exit(2) from error
@@ -357,9 +357,10 @@ def regress(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Repeatable: a tiny gpt2, llama, mistral, mixtral, gemma2, gpt_oss, t5, bert, opt "
-            "or swin; pair, a transformer with triangle attention; a checkpoint's folder; "
-            "package.module:factory, a function that returns a model. Default: gpt2."
+            help="Repeatable: a tiny gpt2, llama, mistral, mixtral, gemma2, gpt_oss, t5, bert, "
+            "opt, swin or wav2vec2_conformer; pair, a transformer with triangle attention; a "
+            "checkpoint's folder; package.module:factory, a function that returns a model. "
+            "Default: gpt2."
         ),
     ] = None,
     all_models: Annotated[bool, typer.Option("--all", help="All tiny models.")] = False,

@@ -148,7 +148,8 @@ def test_command_reports_wrong_results_and_how_to_see_them_again(plant, monkeypa
 
 
 def test_command_without_a_result(monkeypatch, tmp_path):
-    options = "--seconds=0", f"--report={tmp_path / 'report.txt'}"
+    report = tmp_path / "report.txt"
+    options = "--seconds=0", f"--report={report}"
     result = run("--device=cpu", *options)
     assert result.exit_code == 2
     assert "NO RESULT: no call of softmax, softmax_topk, attention ran" in result.output
@@ -158,7 +159,11 @@ def test_command_without_a_result(monkeypatch, tmp_path):
     assert run("--device=tpu", *options).exit_code == 2
     result = run("--device=cpu", f"--report={tmp_path / 'no folder' / 'report.txt'}")
     assert (result.exit_code, "Error: report: " in result.output) == (2, True)
+    report.write_text("an earlier one")
     assert "family: expected one of softmax, " in run("--family=mean", *options).output
+    result = run(*options, "--seconds=-3")
+    assert "seconds: expected a number from 0 on, got -3" in result.output
+    assert report.read_text() == "an earlier one"
 
 
 def test_another_process_runs_calls():

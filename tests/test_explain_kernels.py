@@ -546,6 +546,8 @@ def test_compiled_part_and_plans_alone_agree(monkeypatch: pytest.MonkeyPatch) ->
         ("NVIDIA A100-PCIE-40GB", 312),
         ("NVIDIA L40S", 362),
         ("Quadro RTX 6000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 NVL", None),
     ],
 )
 def test_nominal_rate(name: str, teraflops: float | None) -> None:

@@ -79,9 +79,11 @@ def check(
         progress: called after each call.
 
     Raises:
-        ValueError: a family or device has no such name.
+        ValueError: seconds are below 0, or a family or device has no such name.
         RuntimeError: the device is "cuda", and no kernels can be loaded.
     """
+    if not seconds >= 0:
+        raise ValueError(f"seconds: expected a number from 0 on, got {seconds}")
     names = list(families) or list(SUITE.families)
     for name in names:
         if name not in SUITE.families:

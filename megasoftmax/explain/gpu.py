@@ -72,6 +72,7 @@ _KNOWN = (
     _Known("5090", (12, 0), 170, 1.792, 209.5),
 )
 GPU_NAMES = tuple(known.words for known in _KNOWN)
+_VARIANTS = {"D", "LAPTOP", "NVL", "SUPER", "TI"}  # other products than without such a word
 
 
 def gpu_named(name: str) -> Gpu:
@@ -139,6 +140,8 @@ def current_gpu() -> Gpu:
 
 def _find(name: str) -> _Known | None:
     words = set(re.findall(r"[A-Z0-9]+", name.upper()))
+    if words & _VARIANTS:
+        return None
     return next((gpu for gpu in _KNOWN if {*gpu.words.upper().split()} <= words), None)
 
 
