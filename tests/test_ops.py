@@ -772,3 +772,11 @@ def test_fused_attention_makes_no_tensor_of_queries_and_keys():
     output = megasoftmax.attention(*inputs, bias=RelativeBias(table), causal=True, fused=True)
     torch.autograd.grad(output.float().sum(), [*inputs, table])
     assert torch.cuda.max_memory_allocated() - before < length * length
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_of_a_bias_are_one_or_all(device):
+    """Examples may share an entry by division, heads share by broadcasting alone."""
+    arguments = FAMILIES["attention"].arguments(draw_on(device, "attention"), bias=(1, 2, 5, 7))
+    with pytest.raises(RuntimeError, match=r"heads of bias must be 1 or|size of tensor a \(4\)"):
+        attention_forward(*arguments)

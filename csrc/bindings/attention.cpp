@@ -214,13 +214,14 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     check(bias->scalar_type() == type || bias->scalar_type() == ScalarType::Float,
           "bias must have the type of query or be float32");
     const int64_t bias_batches = bias->size(0), bias_heads = bias->size(1);
-    const auto group = [](int64_t count, int64_t entries) {
-      check(entries > 0 ? count % entries == 0 : count == 0,
-            "batches and heads must be multiples of those of bias");
+    check(bias_heads == 1 || bias_heads == heads, "heads of bias must be 1 or those of query");
+    check(bias_batches > 0 ? batches % bias_batches == 0 : batches == 0,
+          "batches must be a multiple of those of bias");
+    const auto each = [](int64_t count, int64_t entries) {
       return Divider(std::max<int64_t>(count / std::max<int64_t>(entries, 1), 1));
     };
-    params.batches_per_bias = group(batches, bias_batches);
-    params.heads_per_bias = group(heads, bias_heads);
+    params.batches_per_bias = each(batches, bias_batches);
+    params.heads_per_bias = each(heads, bias_heads);
     params.is_relative = relative;
     Strided& rows = params.bias;
     rows.data = bias_rows.data_ptr();
