@@ -13,10 +13,11 @@
 #include <algorithm>
 #include <array>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
+#include "../common/text.h"
 #include "../softmax/params.h"
 
 namespace megasoftmax {
@@ -28,9 +29,9 @@ using torch::stable::Tensor;
 template <class... Parts>
 void check(bool holds, const Parts&... parts) {
   if (holds) return;
-  std::ostringstream text;
-  (text << ... << parts);
-  throw std::runtime_error(text.str());
+  std::string text;
+  (append(text, parts), ...);
+  throw std::runtime_error(text);
 }
 
 // An error is reported once, by the operator that met it: the runtime would keep it for whoever

@@ -2,22 +2,27 @@
 // Values with names, as text: how explain asks for a plan and reads it. Python repeats no struct.
 // Compiles without nvcc.
 
+#include <charconv>
 #include <cstdint>
-#include <locale>
 #include <map>
-#include <sstream>
 #include <string>
+#include <string_view>
+
+#include "text.h"
 
 namespace megasoftmax {
 
 // Integers as lines "name value". What is not named is 0.
 class NamedIntegers {
  public:
-  explicit NamedIntegers(const char* text) {
-    std::istringstream lines(text);
-    lines.imbue(std::locale::classic());  // the application's may group digits
-    std::string name;
-    for (int64_t value = 0; lines >> name >> value;) values_[name] = value;
+  explicit NamedIntegers(std::string_view text) {
+    while (!text.empty()) {
+      const std::string_view line = text.substr(0, text.find('\n'));
+      const size_t space = line.find(' ');
+      int64_t& value = values_[std::string(line.substr(0, space))];
+      std::from_chars(line.data() + space + 1, line.data() + line.size(), value);
+      text.remove_prefix(line.size() < text.size() ? line.size() + 1 : line.size());
+    }
   }
   int64_t operator[](const std::string& name) const {
     const auto found = values_.find(name);
@@ -28,19 +33,18 @@ class NamedIntegers {
   std::map<std::string, int64_t> values_;
 };
 
-// Calls fill(add), which calls add(name, values...), and returns lines "name values". They last
-// until the thread's next call.
+// Calls fill(add), which calls add(name, value), and returns lines "name value". They last until
+// the thread's next call.
 template <class Fill>
 const char* named_lines(Fill&& fill) {
   static thread_local std::string text;
-  std::ostringstream lines;
-  lines.imbue(std::locale::classic());
-  fill([&](const char* name, const auto&... values) {
-    lines << name;
-    ((lines << ' ' << values), ...);
-    lines << '\n';
+  text.clear();
+  fill([&](const char* name, const auto& value) {
+    append(text, name);
+    append(text, " ");
+    append(text, value);
+    append(text, "\n");
   });
-  text = lines.str();
   return text.c_str();
 }
 

@@ -32,7 +32,7 @@ void add_plan(const Plan& plan, RowRegimes regimes, const Window& window, const 
   const RowRegime& regime = regimes[plan.regime];
   const int64_t heads = plan.owners.batches * plan.owners.heads;
   const bool has_segments = plan.schedule.max_segments > 0;
-  add("kind", plan.kind);
+  add("kind", static_cast<int>(plan.kind));
   add("visible_columns", visible_columns(shape, window));
   add("vectors", plan.vectors);
   add("regime", plan.regime);
