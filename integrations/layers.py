@@ -1,8 +1,9 @@
 """Layers of libraries that know no attention implementations: timm, torchvision, NeMo.
 
-Each library has a file with subclasses of its layers and a `patch_model`, which needs that library
-alone. Layers run `megasoftmax.attention` on a GPU, and on a CPU where torch's own attention
-computes the same. Elsewhere they run matmul, the fused softmax, matmul.
+Each library has a file that names its layers and their subclasses in `LAYERS`. Its `patch_model`,
+made by `model_patcher`, needs that library alone. Layers run `megasoftmax.attention` on a GPU, and
+on a CPU where torch's own attention computes the same. Elsewhere they run matmul, the fused
+softmax, matmul.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,26 +65,38 @@ class PatchedLayers(Reports, Patched):
         return "its forward was replaced" if "forward" in vars(layer) else ""
 
 
-def patch_layers(
-    model: torch.nn.Module, classes: Classes, head_dim: Callable[[Any], int]
-) -> PatchedLayers:
-    """Let layers of a model run megasoftmax, until they are unpatched.
+def model_patcher(
+    classes: Classes, head_dim: Callable[[Any], int]
+) -> Callable[[torch.nn.Module], PatchedLayers]:
+    """The `patch_model` of a library.
 
     Args:
-        model: any module that contains such layers, or is one.
         classes: see `Classes`.
         head_dim: of a layer.
-
-    Raises:
-        TypeError: the model is not a module.
-        ValueError: it has no such layer.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a module, got {type(model).__name__}")
-    patched = PatchedLayers(model, classes, head_dim)
-    if not patched.report:
-        names = ", ".join(f"{each.__module__}.{each.__qualname__}" for each in classes)
-        raise ValueError(
-            f"model: expected layers of {names}; got {type(model).__name__}, which has none"
-        )
-    return patched
+
+    def patch_model(model: torch.nn.Module) -> PatchedLayers:
+        """Let the layers of `LAYERS` in a model run megasoftmax, until they are unpatched.
+
+        Args:
+            model: any module that contains such layers, or is one.
+
+        Returns:
+            A context manager with `unpatch()` and `report`. With MEGASOFTMAX_DISABLE=1 in the
+            environment nothing is changed.
+
+        Raises:
+            TypeError: the model is not a module.
+            ValueError: it has no such layer.
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model: expected a module, got {type(model).__name__}")
+        patched = PatchedLayers(model, classes, head_dim)
+        if not patched.report:
+            names = ", ".join(f"{each.__module__}.{each.__qualname__}" for each in classes)
+            raise ValueError(
+                f"model: expected layers of {names}; got {type(model).__name__}, which has none"
+            )
+        return patched
+
+    return patch_model

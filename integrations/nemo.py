@@ -32,7 +32,7 @@ except ImportError as error:
         "nemo: expected nemo_toolkit[asr]; pip install 'nemo_toolkit[asr]'"
     ) from error
 
-from megasoftmax.integrations.layers import Classes, PatchedLayers, patch_layers
+from megasoftmax.integrations.layers import Classes, model_patcher
 from megasoftmax.integrations.products import attend
 from megasoftmax.integrations.relative_shift import relative_shift
 from megasoftmax.options import AttentionOptions
@@ -71,20 +71,5 @@ class MegasoftmaxRelPositionMultiHeadAttention(RelPositionMultiHeadAttention):
 
 
 LAYERS: Classes = {RelPositionMultiHeadAttention: MegasoftmaxRelPositionMultiHeadAttention}
-
-
-def patch_model(model: torch.nn.Module) -> PatchedLayers:
-    """Let the layers of `LAYERS` in a model run megasoftmax, until they are unpatched.
-
-    Args:
-        model: of NeMo, or any module that contains such layers.
-
-    Returns:
-        A context manager with `unpatch()` and `report`. With MEGASOFTMAX_DISABLE=1 in the
-        environment nothing is changed.
-
-    Raises:
-        TypeError: the model is not a module.
-        ValueError: it has no such layer.
-    """
-    return patch_layers(model, LAYERS, lambda layer: layer.d_k)
+patch_model = model_patcher(LAYERS, lambda layer: layer.d_k)
+"""See `layers.model_patcher`: lets the layers of `LAYERS` in a model run megasoftmax."""

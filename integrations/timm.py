@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError("timm: expected 1.0.31 or later; pip install timm") from error
 
-from megasoftmax.integrations.layers import Classes, PatchedLayers, patch_layers
+from megasoftmax.integrations.layers import Classes, model_patcher
 from megasoftmax.integrations.products import attend
 from megasoftmax.integrations.windows import attend_in_windows, continuous_bias, cosine
 from megasoftmax.options import AttentionOptions
@@ -83,23 +83,8 @@ LAYERS: Classes = {
     swin_transformer_v2.WindowAttention: MegasoftmaxWindowAttentionV2,
     beit.Attention: MegasoftmaxBeitAttention,
 }
-
-
-def patch_model(model: torch.nn.Module) -> PatchedLayers:
-    """Let the layers of `LAYERS` in a model run megasoftmax, until they are unpatched.
-
-    Args:
-        model: of timm, or any module that contains one.
-
-    Returns:
-        A context manager with `unpatch()` and `report`. With MEGASOFTMAX_DISABLE=1 in the
-        environment nothing is changed.
-
-    Raises:
-        TypeError: the model is not a module.
-        ValueError: it has no such layer.
-    """
-    return patch_layers(model, LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads)
+patch_model = model_patcher(LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads)
+"""See `layers.model_patcher`: lets the layers of `LAYERS` in a model run megasoftmax."""
 
 
 def _projected(layer: Any, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ except ImportError as error:
         "torchvision: expected one with models.swin_transformer; pip install torchvision"
     ) from error
 
-from megasoftmax.integrations.layers import Classes, PatchedLayers, patch_layers
+from megasoftmax.integrations.layers import Classes, model_patcher
 from megasoftmax.integrations.windows import attend_in_windows, cosine
 
 
@@ -93,23 +93,8 @@ LAYERS: Classes = {
     ShiftedWindowAttention: MegasoftmaxShiftedWindowAttention,
     ShiftedWindowAttentionV2: MegasoftmaxShiftedWindowAttentionV2,
 }
-
-
-def patch_model(model: torch.nn.Module) -> PatchedLayers:
-    """Let the layers of `LAYERS` in a model run megasoftmax, until they are unpatched.
-
-    Args:
-        model: of torchvision, or any module that contains one.
-
-    Returns:
-        A context manager with `unpatch()` and `report`. With MEGASOFTMAX_DISABLE=1 in the
-        environment nothing is changed.
-
-    Raises:
-        TypeError: the model is not a module.
-        ValueError: it has no such layer.
-    """
-    return patch_layers(model, LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads)
+patch_model = model_patcher(LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads)
+"""See `layers.model_patcher`: lets the layers of `LAYERS` in a model run megasoftmax."""
 
 
 def _partition(x: Tensor, rows: int, columns: int) -> Tensor:
