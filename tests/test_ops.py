@@ -603,9 +603,7 @@ def test_vmap_of_the_plain_ops(name, case, device):
     )
     examples = torch.stack([first, -first, 2 * first], 2)
     close = assert_close_on(device, name)
-    op_checks.check_vmap(
-        lambda x: family.forward(x.contiguous(), *rest), [examples], [2], close
-    )
+    op_checks.check_vmap(lambda x: family.forward(x.contiguous(), *rest), [examples], [2], close)
 
 
 def test_vmap_of_the_backward_op_of_columns(device):
