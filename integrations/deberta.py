@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.models.deberta import modeling_deberta as v1
 from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 from transformers.models.sew_d import modeling_sew_d as sew_d
@@ -27,10 +26,6 @@ _Result = tuple[Tensor, Tensor | None]
 
 class MegasoftmaxDebertaAttention(OrFamily, v1.DisentangledSelfAttention):
     """That of v1."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.config = config
 
     def attend(
         self,
@@ -131,17 +126,9 @@ class _OfTwo(OrFamily):
 class MegasoftmaxDebertaV2Attention(_OfTwo, v2.DisentangledSelfAttention):
     """That of v2."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.config = config
-
 
 class MegasoftmaxSEWDAttention(_OfTwo, sew_d.DisentangledSelfAttention):
     """That of SEW-D."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.config = config
 
 
 def _probability(dropout: Any) -> float:

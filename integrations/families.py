@@ -35,10 +35,6 @@ from megasoftmax.integrations.vision import VISION
 class MegasoftmaxBloomAttention(OrFamily, BloomAttention):
     """Bloom's, with ALiBi as a bias [batch, heads, 1, keys]."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int | None = None) -> None:
-        super().__init__(config, layer_idx)
-        self.config = config
-
     def attend(
         self,
         function: Callable[..., Any],
@@ -163,9 +159,7 @@ class MegasoftmaxMptBlock(MptBlock):
 class MegasoftmaxMptAttention(MptAttention):
     """MPT's, with ALiBi as a bias [heads, 1, keys]."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int | None = None) -> None:
-        super().__init__(config, layer_idx)
-        self.config = config
+    config: PreTrainedConfig
 
     def forward(
         self,
