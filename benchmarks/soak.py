@@ -27,9 +27,9 @@ import torch
 import typer
 from soak_arguments import Arguments
 from soak_cases import FAMILIES as ORACLES
-from soak_cases import USUAL
 
 import megasoftmax
+from megasoftmax.check.cases import USUAL
 from megasoftmax.check.suite import SEEDS, Outcome, Suite, Tally
 
 FAMILIES = ORACLES | {"arguments": Arguments}

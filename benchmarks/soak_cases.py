@@ -1,15 +1,15 @@
-"""What soak.py draws: a class for each family, whose `draw` says how each dimension is drawn.
+"""What soak.py adds to the families of `megasoftmax check`: other options and values, and oracles.
 
-`compare` makes the tensors of a configuration, calls the public function and returns how far each
-result is from the float64 oracle in tests/, in units of the error that the oracle allows.
+`draw` says how each dimension is drawn. `compare` makes the tensors of a configuration, calls the
+public function and returns how far each result is from the float64 oracle in tests/, in units of
+the error that the oracle allows.
 """
 
 import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,28 +19,20 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax import RelativeBias, TileMask
+from megasoftmax.check import cases
 from megasoftmax.check.draws import (
     BFLOAT,
     FLOAT,
     HALF,
-    HEAD_DIMS,
     INF,
-    MAX_FLOAT_HEAD_DIM,
-    MAX_K,
     NAN,
     Data,
     Drawn,
     Layout,
-    Mask,
-    Ranges,
     Shape,
     chance,
     draw_broadcast,
-    draw_columns,
     draw_divisor,
-    draw_most,
-    draw_size,
-    draw_window,
     made,
     rounded,
     unless_fused,
@@ -50,7 +42,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import oracle
 import oracle_attention
 import oracle_topk
-from inputs import KERNELS, attention_kernels, by_entry
+from inputs import KERNELS, attention_kernels, by_entry, deterministic
 
 Deviations = dict[str, oracle.Deviation]
 MAGNITUDES = (1.0, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6)
@@ -58,7 +50,7 @@ BIASES = ("normal", "normal", "levels", "offset", "slope", "lowest in places", "
 
 
 class Bias(Drawn):
-    """held: a type which also holds its values, float32 for any. relative: a RelativeBias."""
+    """held: a type which also holds its values, float32 for any."""
 
     @classmethod
     def draw(
@@ -68,7 +60,6 @@ class Bias(Drawn):
         dtype: torch.dtype,
         kinds: tuple[str, ...],
         gradient: bool,
-        relative: bool = False,
     ) -> "Bias":
         """For scores of `dtype`."""
         own = random.choice((dtype, FLOAT)) if dtype != FLOAT else random.choice((FLOAT, BFLOAT))
@@ -80,7 +71,6 @@ class Bias(Drawn):
             held=own if own != FLOAT or dtype == FLOAT else random.choice((dtype, FLOAT)),
             gradient=gradient,
             layout=Layout.draw(random, len(shape)),
-            relative=relative,
         )
 
     def values(self, data: Data) -> Tensor:
@@ -191,57 +181,53 @@ def make_scores(data: Data, kind: str, shape: Shape, dtype: torch.dtype) -> Tens
     return rounded(x, dtype)
 
 
-class Scores(Drawn):
-    """Rows along the last dimension.
+class _Rows(Drawn):
+    """Scores with values of all kinds, and a bias.
 
     planted: what stands in all excluded entries. visible: in about two visible entries.
     """
 
+    kinds = SCORES
+
     @classmethod
-    def draw(cls, random: Random, usual: int, kinds: tuple[str, ...]) -> "Scores":
-        dtype, most = random.choice((HALF, BFLOAT, FLOAT)), draw_most(random, usual)
-        columns = draw_columns(random, min(int(most ** random.uniform(0.3, 1)), usual), dtype)
-        leading: list[int] = []
-        for _ in range(random.choices(range(6), (4, 16, 20, 40, 12, 8))[0]):
-            rows = most // (columns * math.prod(leading))
-            leading.insert(random.randrange(len(leading) + 1), draw_size(random, min(rows, 300)))
-        layout = Layout.draw(random, len(leading) + 1)
-        may_plant = layout.expanded is None
-        return cls(
-            shape=(*leading, columns),
-            dtype=dtype,
-            kind=random.choice(kinds),
-            layout=layout,
-            planted=random.choice((NAN, INF, -INF, 1e4))
-            if may_plant and chance(random, 0.3)
-            else None,
-            visible=random.choice((NAN, INF)) if may_plant and chance(random, 0.07) else None,
-        )
+    def draw(cls, random: Random, usual: int) -> Any:
+        case = super().draw(random, usual)
+        case.kind = random.choice(cls.kinds)
+        may_plant = case.layout.expanded is None
+        case.planted = case.visible = None
+        if may_plant and chance(random, 0.3):
+            case.planted = random.choice((NAN, INF, -INF, 1e4))
+        if may_plant and chance(random, 0.07):
+            case.visible = random.choice((NAN, INF))
+        case.out = random.choice((None, None, HALF, BFLOAT, FLOAT))
+        case.scale = draw_scale(random, case)
+        case.bias = draw_row_bias(random, case)
+        case.incoming = Incoming.draw(random, len(case.shape))
+        return case
 
     def make(
         self,
         data: Data,
-        bias: Bias | None,
         mask: Tensor | None,
-        causal: bool,
-        window: Any,
+        causal: bool = False,
+        window: Any = None,
         visible: oracle.Visible | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Scores, bias, and what is excluded."""
         scores = make_scores(data, self.kind, self.shape, self.dtype)
-        values = None if bias is None else bias.values(data)
+        bias = None if self.bias is None else self.bias.values(data)
         excluded = oracle.excluded_entries(scores, mask, causal, window, visible)
         if self.planted is not None:
             scores = scores.masked_fill(excluded, self.planted)
-            if values is not None:
-                values = values.masked_fill(nowhere_seen(excluded, values.shape), self.planted)
+            if bias is not None:
+                bias = bias.masked_fill(nowhere_seen(excluded, bias.shape), self.planted)
         if self.visible is not None:
             scores = scores.masked_fill(spots(data, self.shape) & ~excluded, self.visible)
-        laid = None if bias is None or values is None else bias.lay(values)
+        laid = None if bias is None else self.bias.lay(bias)
         return self.layout.place(scores), laid, excluded
 
 
-def draw_scale(random: Random, scores: Scores) -> float:
+def draw_scale(random: Random, scores: _Rows) -> float:
     """No scale at which a gradient overflows float16, or z float32, or rounding z costs above 1."""
     usual = (1.0, 1.0, 80**-0.5, 0.125, -0.7, -1e-3, random.uniform(-1, 1))
     if scores.kind == "lowest":
@@ -251,7 +237,7 @@ def draw_scale(random: Random, scores: Scores) -> float:
     return random.choice((*others, 1e4, -1e4) if may_be_huge else others)
 
 
-def draw_row_bias(random: Random, scores: Scores) -> Bias | None:
+def draw_row_bias(random: Random, scores: _Rows) -> Bias | None:
     """Kernels sum its gradient over rows, not along them."""
     if not chance(random, 0.4):
         return None
@@ -265,55 +251,36 @@ def draw_row_bias(random: Random, scores: Scores) -> Bias | None:
 # The families
 
 
-class Softmax(Drawn):
-    family = "softmax"
-
+class Softmax(_Rows, cases.Softmax):
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Softmax":
-        scores = Scores.draw(random, usual, SCORES)
-        rank = len(scores.shape)
-        dim = -random.randint(1, rank) if chance(random, 0.15) else -1
-        alone = dim != -1 and chance(random, 0.7)  # for the kernels of columns
-        counts = dim == -1 and rank > 1  # queries and keys
-        bias = None if alone else draw_row_bias(random, scores)
+        case = super().draw(random, usual)
+        rank = len(case.shape)
+        case.dim = -random.randint(1, rank) if chance(random, 0.15) else -1
+        case.sink = Sink.draw(random, per_head=case.dim == -1 and rank > 2)
+        if case.dim != -1:
+            case.causal, case.window, case.ranges = False, None, None
+            if chance(random, 0.7):  # for the kernels of columns
+                case.mask = case.bias = case.sink = None
         # Its backward pass needs a log-sum-exp of which float32 leaves something.
-        is_huge = scores.kind == "lowest" or (bias is not None and "lowest" in bias.kind)
-        may_drop = dim == -1 and not is_huge and chance(random, 0.3)
-        return cls(
-            scores=scores,
-            dim=dim,
-            out=random.choice((None, None, HALF, BFLOAT, FLOAT)),
-            scale=draw_scale(random, scores),
-            mask=None if alone else Mask.draw(random, scores.shape),
-            bias=bias,
-            causal=counts and chance(random, 0.25),
-            window=draw_window(random, scores.shape[-1]) if counts else None,
-            ranges=Ranges.draw(random, scores.shape) if dim == -1 else None,
-            sink=None if alone else Sink.draw(random, counts and rank > 2),
-            dropout=random.choice((0.1, 0.5, 0.999, 1.0)) if may_drop else 0.0,
-            incoming=Incoming.draw(random, rank),
-        )
+        is_huge = case.kind == "lowest" or (case.bias is not None and "lowest" in case.bias.kind)
+        may_drop = case.dim == -1 and not is_huge and chance(random, 0.3)
+        case.dropout = random.choice((0.1, 0.5, 0.999, 1.0)) if may_drop else 0.0
+        return case
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
-        shape, rank, dim = self.scores.shape, len(self.scores.shape), self.dim
-        mask = made(self.mask, data)
-        visible = made(self.ranges, data)
-        limits = (self.causal, self.window, visible)
-        scores, bias, excluded = self.scores.make(data, self.bias, mask, *limits)
+        shape, rank, dim = self.shape, len(self.shape), self.dim
+        given, drops = cases.excluding(self, data), self.drops(data)
+        scores, bias, excluded = self.make(data, **given)
         incoming = self.incoming.make(data, shape, self.out or scores.dtype, shape[:-1])
-        if self.scores.planted is not None and self.incoming.layout.expanded is None:
-            incoming["g"] = incoming["g"].masked_fill(excluded, self.scores.planted)
-        arguments: dict[str, Any] = {"scale": self.scale, "mask": mask, "bias": bias}
-        arguments |= {"dtype": self.out, "causal": self.causal, "window": self.window}
-        arguments["visible"] = visible
+        if self.planted is not None and self.incoming.layout.expanded is None:
+            incoming["g"] = incoming["g"].masked_fill(excluded, self.planted)
+        arguments = given | drops | {"scale": self.scale, "bias": bias, "dtype": self.out}
         if self.sink is not None:
             arguments["sink"] = self.sink.make(data, shape[-3] if rank > 2 else 1)
-
-        if self.dropout > 0:
-            seed = torch.tensor([math.prod(shape)], device=scores.device)
-            kept = megasoftmax.reference.dropout.kept_of_scores(seed, self.dropout, scores)
-            arguments |= {"dropout": self.dropout, "seed": seed}
-            incoming["kept"] = kept
+        if drops:
+            kept_of = megasoftmax.reference.dropout.kept_of_scores
+            incoming["kept"] = kept_of(drops["seed"], self.dropout, scores)
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             """From rows along the last dimension to rows along `dim`."""
@@ -342,30 +309,19 @@ LOGITS = (
 )
 
 
-class Topk(Drawn):
-    family = "softmax_topk"
+class Topk(_Rows, cases.Topk):
+    kinds = LOGITS
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Topk":
-        # The oracle sorts on the CPU.
-        logits = Scores.draw(random, usual // 4, LOGITS)
-        most = min(logits.shape[-1], MAX_K)
-        edges = [k for k in (0, 1, 2, 8, 16, 17, 32, 33, 64, MAX_K - 1, MAX_K) if k <= most]
-        return cls(
-            logits=logits,
-            k=random.choice((*edges, random.randint(1, most), most)),
-            out=random.choice((None, None, HALF, BFLOAT, FLOAT)),
-            scale=draw_scale(random, logits),
-            mask=Mask.draw(random, logits.shape),
-            bias=draw_row_bias(random, logits),
-            renormalize=chance(random, 0.4),
-            incoming=Incoming.draw(random, len(logits.shape)),
-        )
+        case = super().draw(random, usual // 4)  # the oracle sorts on the CPU
+        case.renormalize = chance(random, 0.4)
+        return case
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
         mask = made(self.mask, data)
-        logits, bias, _ = self.logits.make(data, self.bias, mask, False, None)
-        rows = self.logits.shape[:-1]
+        logits, bias, _ = self.make(data, mask)
+        rows = self.shape[:-1]
         incoming = self.incoming.make(data, (*rows, self.k), self.out or logits.dtype, rows)
         arguments: dict[str, Any] = {"scale": self.scale, "mask": mask, "bias": bias}
         arguments |= {"renormalize": self.renormalize, "dtype": self.out}
@@ -374,143 +330,57 @@ class Topk(Drawn):
         return oracle_topk.compare(function, logits, self.k, **arguments, **incoming)[1]
 
 
-@contextmanager
-def determinism(wanted: bool) -> Iterator[None]:
-    """torch's deterministic mode; warnings about the oracle's own products are not shown."""
-    before = torch.are_deterministic_algorithms_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(wanted, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before)
-
-
-class Attention(Drawn):
+class Attention(cases.Attention):
     """tiles: the mask is a TileMask, if "note"; or one of such blocks, if "64" and more.
 
     planted: in the bias of excluded pairs. visible: in about two visible entries of the bias.
     kernels: of KERNELS in tests/inputs.py.
     """
 
-    family = "attention"
-
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Attention":
-        most = draw_most(random, usual)
-        few = random.choices(("neither", "queries", "keys"), (75, 20, 5))[0]
-        key_heads = random.choice((1, 1, 2, 3, 5))
-        heads = key_heads * random.choice((1, 1, 2, 3, 4, 8))
-        batch = random.choice((1, 1, 2, 3, 4, 6))
-        pairs = max(most // (batch * heads), 16)
-        longest = max(pairs // 64, 64)  # keys and values are tensors too
-        head_dim = random.choice(HEAD_DIMS)
-        if few == "queries":  # as in decoding
-            queries = random.randint(1, 16)
-            keys = draw_size(random, min(pairs, longest))
-        elif few == "keys":  # sums over many queries
-            batch, key_heads, heads = 1, 1, random.choice((1, 2, 3))
-            keys, head_dim = 16, 160
-            queries = min(max(most, usual // 2) // (heads * keys), 20000)
-        else:
-            keys = draw_size(random, min(int(pairs ** random.uniform(0.3, 1)), longest))
-            queries = draw_size(random, min(pairs // keys, 3000))
-        dtype, head_dims = random.choice((HALF, BFLOAT, FLOAT)), HEAD_DIMS
-        if dtype == FLOAT and usual > USUAL["cpu"]:  # kernels take fewer than the reference
-            head_dims = tuple(dim for dim in HEAD_DIMS if dim <= MAX_FLOAT_HEAD_DIM)
-            head_dim = min(head_dim, head_dims[-1])
-        shape = (batch, heads, queries, keys)
-        tiles = random.choice((None, None, None, "note", "64", "128", "192"))
+        case = super().draw(random, usual)
+        batch, _, queries, keys = case.shape
+        case.tiles = random.choice((None, None, None, "note", "64", "128", "192"))
+        if case.mask is not None and case.tiles not in (None, "note"):
+            blocks = (math.ceil(length / int(case.tiles)) for length in (queries, keys))
+            case.mask.shape = (*case.mask.shape[:-2], *blocks)
+            case.mask.layout = Layout.draw(random, len(case.mask.shape))
         scales = (None, None, 1.0, 0.3, 1e-3, 7.0, random.uniform(0.01, 2))
-        bias = cls._draw_bias(random, shape, dtype)
-        return cls(
-            batch=batch,
-            heads=heads,
-            key_heads=key_heads,
-            queries=queries,
-            keys=keys,
-            head_dim=head_dim,
-            value_dim=head_dim if chance(random, 0.5) else random.choice(head_dims),
-            dtype=dtype,
-            query_layout=Layout.draw(random, 3),  # all columns alike would be rounded alike
-            key_layout=Layout.draw(random, 3),
-            value_layout=Layout.draw(random, 3),
-            scale=random.choice(scales if dtype == HALF else (*scales, 1e-30, 1e4)),
-            mask=cls._draw_mask(random, shape, tiles),
-            tiles=tiles,
-            bias=bias,
-            causal=chance(random, 0.3),
-            window=draw_window(random, keys),
-            ranges=Ranges.draw(random, shape),
-            sink=Sink.draw(random, per_head=True),
-            planted=random.choice((NAN, INF, -INF)) if bias and chance(random, 0.3) else None,
-            visible=random.choice((NAN, INF)) if bias and chance(random, 0.05) else None,
-            deterministic=chance(random, 0.3),
-            incoming=Incoming.draw(random, 4),
-            kernels=random.choice(KERNELS),
-        )
-
-    @staticmethod
-    def _draw_mask(random: Random, shape: Shape, tiles: str | None) -> Mask | None:
-        if tiles is None or tiles == "note":
-            return Mask.draw(random, shape)
-        blocks = tuple(math.ceil(length / int(tiles)) for length in shape[2:])
-        mask = Mask.draw(random, (*shape[:2], *blocks))
-        if mask is None:
-            return None
-        leading = mask.shape[: max(len(mask.shape) - 2, 0)]
-        kept = (*leading, *blocks)
-        return Mask(**vars(mask) | {"shape": kept, "layout": Layout.draw(random, len(kept))})
-
-    @staticmethod
-    def _draw_bias(random: Random, shape: Shape, dtype: torch.dtype) -> Bias | None:
-        """Dense, broadcast, shared by groups of batches, or a table of distances."""
-        kind = random.choices(("none", "dense", "relative"), (30, 50, 20))[0]
-        if kind == "none":
-            return None
-        batch, heads, queries, keys = shape
-        gradient = chance(random, 0.8)
-        groups = (draw_divisor(random, batch), random.choice((1, heads)))
-        leading = random.choice(((batch, heads), (1, heads), (1, 1), groups))
-        whole: Shape = (*leading, queries + keys - 1)
-        if kind == "dense":
-            whole = (*leading, random.choice((queries, queries, 1)), random.choice((keys, keys, 1)))
-        missing = 1 if whole[0] == 1 and chance(random, 0.5) else 0
-        return Bias.draw(
-            random, whole[missing:], dtype, BIASES, gradient, relative=kind == "relative"
-        )
+        case.scale = random.choice(scales if case.dtype == HALF else (*scales, 1e-30, 1e4))
+        case.planted = case.visible = None
+        if case.bias is not None:
+            shape, is_whole = case.bias, len(case.bias) == 4 - case.relative
+            if is_whole and chance(random, 0.3):  # shared by groups of batches
+                shape = (draw_divisor(random, batch), *shape[1:])
+            gradient = chance(random, 0.8)
+            case.bias = Bias.draw(random, shape, case.dtype, BIASES, gradient)
+            if chance(random, 0.3):
+                case.planted = random.choice((NAN, INF, -INF))
+            if chance(random, 0.05):
+                case.visible = random.choice((NAN, INF))
+        case.sink = Sink.draw(random, per_head=True)
+        case.deterministic = chance(random, 0.3)
+        case.incoming = Incoming.draw(random, 4)
+        case.kernels = random.choice(KERNELS)
+        return case
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
-        of_keys = (self.batch, self.key_heads, self.keys)
-        of_queries = (self.batch, self.heads, self.queries)
-        query, key, value = (
-            layout.place(data.normal(sizes).to(self.dtype))
-            for layout, sizes in (
-                (self.query_layout, (*of_queries, self.head_dim)),
-                (self.key_layout, (*of_keys, self.head_dim)),
-                (self.value_layout, (*of_keys, self.value_dim)),
-            )
-        )
-        pairs = (*of_queries, self.keys)
-        mask = made(self.mask, data)
-        tile_mask = None
+        of_queries, (queries, keys) = self.shape[:3], self.shape[2:]
+        query, key, value = self.tensors(data)
+        given = cases.excluding(self, data)
+        mask = given["mask"]
+        arguments = given | {"scale": self.scale}
         if mask is not None and self.tiles is not None:
             is_plain = self.tiles == "note"
             tile_mask = TileMask(mask) if is_plain else TileMask.from_blocks(mask, int(self.tiles))
-            mask = oracle_attention.mask_of_pairs(tile_mask, self.queries, self.keys)
-        visible = made(self.ranges, data)
-        arguments: dict[str, Any] = {
-            "mask": mask if tile_mask is None else tile_mask,
-            "scale": self.scale,
-            "visible": visible,
-        }
-        arguments |= {"causal": self.causal, "window": self.window}
+            arguments["mask"] = tile_mask
+            given["mask"] = oracle_attention.mask_of_pairs(tile_mask, queries, keys)
         if self.bias is not None:
-            bias = self._bias(data, self.bias, pairs, mask, visible)
-            arguments["bias"] = RelativeBias(bias) if self.bias.relative else bias
+            bias = self._bias(data, given)
+            arguments["bias"] = RelativeBias(bias) if self.relative else bias
         if self.sink is not None:
-            arguments["sink"] = self.sink.make(data, self.heads)
+            arguments["sink"] = self.sink.make(data, self.shape[1])
         incoming = self.incoming.make(data, (*of_queries, self.value_dim), self.dtype, of_queries)
         (query, key, value), arguments = by_entry(query, key, value, arguments)
         if query.dim() != 4:
@@ -521,33 +391,29 @@ class Attention(Drawn):
             }
         unless_fused(megasoftmax.attention, fused, query, key, value, **arguments)
         function = functools.partial(megasoftmax.attention, fused=fused)
-        with determinism(self.deterministic), attention_kernels(self.kernels):
+        # Warnings are about products of the oracle.
+        with (
+            warnings.catch_warnings(),
+            deterministic(self.deterministic, warn_only=True),
+            attention_kernels(self.kernels),
+        ):
+            warnings.simplefilter("ignore")
             return oracle_attention.compare(function, query, key, value, **arguments, **incoming)[1]
 
-    def _bias(
-        self,
-        data: Data,
-        bias: Bias,
-        pairs: Shape,
-        mask: Tensor | None,
-        visible: oracle.Visible | None,
-    ) -> Tensor:
-        values = bias.values(data)
+    def _bias(self, data: Data, excluding: dict[str, Any]) -> Tensor:
+        values = self.bias.values(data)
         in_groups = any(
             size not in (1, whole)
-            for size, whole in zip(values.shape[::-1], pairs[::-1], strict=False)
+            for size, whole in zip(values.shape[::-1], self.shape[::-1], strict=False)
         )
-        if not bias.relative and not in_groups and bias.layout.expanded is None:
-            z = torch.empty(pairs, device=data.device)
-            excluded = oracle.excluded_entries(z, mask, self.causal, self.window, visible)
-            unseen = nowhere_seen(excluded, values.shape)
+        if not self.relative and not in_groups and self.bias.layout.expanded is None:
+            z = torch.empty(self.shape, device=data.device)
+            unseen = nowhere_seen(oracle.excluded_entries(z, **excluding), values.shape)
             if self.planted is not None:
                 values = values.masked_fill(unseen, self.planted)
             if self.visible is not None:
                 values = values.masked_fill(spots(data, values.shape) & ~unseen, self.visible)
-        return bias.lay(values)
+        return self.bias.lay(values)
 
 
-Case = Softmax | Topk | Attention
-FAMILIES: dict[str, type[Case]] = {"softmax": Softmax, "softmax_topk": Topk, "attention": Attention}
-USUAL = {"cuda": 2**17, "cpu": 2**13}  # scores: few configurations have more
+FAMILIES: dict[str, Any] = {each.family: each for each in (Softmax, Topk, Attention)}

@@ -1,11 +1,12 @@
 """What `megasoftmax check` draws: calls whose results the reference in float32 decides.
 
 Scores are normal, so that an error of each result follows from the rounding of its inputs: `_noise`
-is the relative error of a probability or of a product of rounded numbers. Rules that need other
-values, such as NaN in excluded entries, are left to the tests of the project.
+is the relative error of a probability or of a product of rounded numbers. benchmarks/soak.py adds
+other values to these families, such as NaN in excluded entries, and compares in float64.
 """
 
 import math
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -19,6 +20,8 @@ from megasoftmax.check.draws import (
     FLOAT,
     HALF,
     HEAD_DIMS,
+    MAX_FLOAT_HEAD_DIM,
+    MAX_HEAD_DIM,
     MAX_K,
     Data,
     Drawn,
@@ -28,8 +31,8 @@ from megasoftmax.check.draws import (
     Shape,
     chance,
     draw_broadcast,
-    draw_columns,
     draw_most,
+    draw_rows,
     draw_size,
     draw_window,
     made,
@@ -39,6 +42,7 @@ from megasoftmax.check.suite import Deviation, Suite
 
 Deviations = dict[str, Deviation]
 SCALES = (1.0, 0.125, -0.7)
+USUAL = {"cuda": 2**17, "cpu": 2**13}  # scores: few configurations have more
 
 
 class Softmax(Drawn):
@@ -48,20 +52,23 @@ class Softmax(Drawn):
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Softmax":
-        dtype, most = random.choice((HALF, BFLOAT, FLOAT)), draw_most(random, usual)
-        columns = draw_columns(random, min(int(most ** random.uniform(0.3, 1)), usual), dtype)
-        queries = draw_size(random, most // columns)
-        heads = random.choice((1, 2, 3))
-        shape = (max(most // (columns * queries * heads), 1), heads, queries, columns)
+        shape, dtype = draw_rows(random, usual)
         return cls(
             shape=shape,
             dtype=dtype,
-            layout=Layout.draw(random),
+            layout=Layout.draw(random, len(shape)),
             scale=random.choice(SCALES),
             bias=draw_broadcast(random, shape[:-1]) if chance(random, 0.4) else None,
             dropout=random.choice((0.1, 0.5)) if chance(random, 0.2) else 0.0,
             **_draw_excluded(random, shape),
         )
+
+    def drops(self, data: Data) -> dict[str, Any]:
+        """The arguments of a call with dropout."""
+        if self.dropout == 0:
+            return {}
+        seed = torch.tensor([math.prod(self.shape)], dtype=torch.int64, device=data.device)
+        return {"dropout": self.dropout, "seed": seed}
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
         scores = self.layout.place(data.normal(self.shape).to(self.dtype))
@@ -69,11 +76,7 @@ class Softmax(Drawn):
         bias = None
         if self.bias is not None:  # whole rows, along which kernels do not sum
             bias = data.normal((*self.bias, self.shape[-1])).to(self.dtype)
-        given = {"scale": self.scale, **_excluded(self, data)}
-        drops: dict[str, Any] = {}
-        if self.dropout > 0:
-            seed = torch.tensor([math.prod(self.shape)], dtype=torch.int64, device=scores.device)
-            drops = {"dropout": self.dropout, "seed": seed}
+        given, drops = {"scale": self.scale, **excluding(self, data)}, self.drops(data)
         unless_fused(megasoftmax.softmax, fused, scores, bias=bias, **given, **drops)
 
         def run(fused: bool | None, *tensors: Tensor | None) -> list[Tensor]:
@@ -102,21 +105,21 @@ class Topk(Drawn):
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Topk":
-        dtype, most = random.choice((HALF, BFLOAT, FLOAT)), draw_most(random, usual)
-        columns = draw_columns(random, min(int(most ** random.uniform(0.3, 1)), usual), dtype)
-        shape = (draw_size(random, most // columns), columns)
+        shape, dtype = draw_rows(random, usual)
+        most = min(shape[-1], MAX_K)
+        edges = [k for k in (0, 1, 2, 8, 16, 17, 32, 33, 64, MAX_K - 1, most) if k <= most]
         return cls(
             shape=shape,
             dtype=dtype,
-            k=random.randint(1, min(columns, MAX_K)),
-            layout=Layout.draw(random, 2),
+            k=random.choice((random.choice(edges), random.randint(1, most))),
+            layout=Layout.draw(random, len(shape)),
             scale=random.choice(SCALES) if dtype != FLOAT else 1.0,  # logits keep their order
             mask=Mask.draw(random, shape),
         )
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
         logits = self.layout.place(data.normal(self.shape).to(self.dtype))
-        incoming = data.normal((self.shape[0], self.k)).to(self.dtype)
+        incoming = data.normal((*self.shape[:-1], self.k)).to(self.dtype)
         given = {"scale": self.scale, "mask": made(self.mask, data)}
         unless_fused(megasoftmax.softmax_topk, fused, logits, self.k, **given)
 
@@ -142,53 +145,72 @@ class Topk(Drawn):
 
 
 class Attention(Drawn):
-    """Attention, with the gradients of query, key, value and bias. relative: a RelativeBias."""
+    """Attention, with the gradients of query, key, value and bias.
+
+    bias: its shape. relative: it is the table of a RelativeBias.
+    """
 
     family = "attention"
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Attention":
         most = draw_most(random, usual)
-        key_heads = random.choice((1, 1, 2, 3))
-        heads = key_heads * random.choice((1, 1, 2, 4))
-        batch = random.choice((1, 2, 3))
+        few = random.choices(("neither", "queries", "keys"), (75, 20, 5))[0]
+        key_heads = random.choice((1, 1, 2, 3, 5))
+        heads = key_heads * random.choice((1, 1, 2, 3, 4, 8))
+        batch = random.choice((1, 1, 2, 3, 4, 6))
         pairs = max(most // (batch * heads), 16)
         longest = max(pairs // 64, 64)  # keys and values are tensors too
-        keys = draw_size(random, min(int(pairs ** random.uniform(0.3, 1)), longest))
-        is_decoding = chance(random, 0.2)
-        queries = random.randint(1, 16) if is_decoding else draw_size(random, pairs // keys)
+        dtype = random.choice((HALF, BFLOAT, FLOAT))
+        # Kernels take fewer in float32 than the reference.
+        is_narrow = dtype == FLOAT and usual > USUAL["cpu"]
+        widest = MAX_FLOAT_HEAD_DIM if is_narrow else MAX_HEAD_DIM
+        head_dims = [dim for dim in HEAD_DIMS if dim <= widest]
+        head_dim = random.choice(head_dims)
+        if few == "queries":  # as in decoding
+            queries = random.randint(1, 16)
+            keys = draw_size(random, min(pairs, longest))
+        elif few == "keys":  # sums over many queries
+            batch, key_heads, heads = 1, 1, random.choice((1, 2, 3))
+            keys, head_dim = 16, min(160, widest)
+            queries = min(max(most, usual // 2) // (heads * keys), 20000)
+        else:
+            keys = draw_size(random, min(int(pairs ** random.uniform(0.3, 1)), longest))
+            queries = draw_size(random, min(pairs // keys, random.choice((3000, 3000, 2**17 + 1))))
         shape = (batch, heads, queries, keys)
-        kind = random.choices(("none", "dense", "relative"), (50, 35, 15))[0]
-        head_dim = random.choice(HEAD_DIMS)
+        bias, relative = _draw_bias(random, shape)
         return cls(
             shape=shape,
             key_heads=key_heads,
             head_dim=head_dim,
-            value_dim=head_dim if chance(random, 0.5) else random.choice(HEAD_DIMS),
-            dtype=random.choice((HALF, BFLOAT, FLOAT)),
-            layout=Layout.draw(random, 3),
-            bias=(random.choice((1, batch)), heads) if kind == "dense" else None,
-            relative=kind == "relative",
+            value_dim=head_dim if chance(random, 0.5) else random.choice(head_dims),
+            dtype=dtype,
+            query_layout=Layout.draw(random, 3),  # all columns alike would be rounded alike
+            key_layout=Layout.draw(random, 3),
+            value_layout=Layout.draw(random, 3),
+            bias=bias,
+            relative=relative,
             **_draw_excluded(random, shape),
         )
+
+    def tensors(self, data: Data) -> Iterator[Tensor]:
+        """Query, key and value."""
+        batch, heads, queries, keys = self.shape
+        for layout, sizes in (
+            (self.query_layout, (batch, heads, queries, self.head_dim)),
+            (self.key_layout, (batch, self.key_heads, keys, self.head_dim)),
+            (self.value_layout, (batch, self.key_heads, keys, self.value_dim)),
+        ):
+            yield layout.place(data.normal(sizes).to(self.dtype))
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
         batch, heads, queries, keys = self.shape
         group = heads // self.key_heads
 
-        def normal(*shape: int) -> Tensor:
-            return data.normal(shape).to(self.dtype)
-
-        query = self.layout.place(normal(batch, heads, queries, self.head_dim))
-        key = self.layout.place(normal(batch, self.key_heads, keys, self.head_dim))
-        value = normal(batch, self.key_heads, keys, self.value_dim)
-        incoming = normal(batch, heads, queries, self.value_dim)
-        bias = None
-        if self.relative:
-            bias = normal(heads, queries + keys - 1)
-        elif self.bias is not None:
-            bias = normal(*self.bias, queries, keys)
-        given, scale = _excluded(self, data), self.head_dim**-0.5
+        query, key, value = self.tensors(data)
+        incoming = data.normal((batch, heads, queries, self.value_dim)).to(self.dtype)
+        bias = None if self.bias is None else data.normal(self.bias).to(self.dtype)
+        given, scale = excluding(self, data), self.head_dim**-0.5
 
         def as_bias(leaf: Tensor | None) -> Any:
             return RelativeBias(leaf) if self.relative and leaf is not None else leaf
@@ -237,20 +259,21 @@ class Attention(Drawn):
 SUITE = Suite(
     families={each.family: each for each in (Softmax, Topk, Attention)},
     shares={"softmax": 0.35, "softmax_topk": 0.15, "attention": 0.5},
-    usual={"cuda": 2**17, "cpu": 2**13},
+    usual=USUAL,
 )
 
 
 def _draw_excluded(random: Random, shape: Shape) -> dict[str, Any]:
+    has_queries = len(shape) > 1
     return {
         "mask": Mask.draw(random, shape),
-        "causal": chance(random, 0.3),
-        "window": draw_window(random, shape[-1]),
+        "causal": has_queries and chance(random, 0.3),
+        "window": draw_window(random, shape[-1]) if has_queries else None,
         "ranges": Ranges.draw(random, shape),
     }
 
 
-def _excluded(case: Drawn, data: Data) -> dict[str, Any]:
+def excluding(case: Drawn, data: Data) -> dict[str, Any]:
     """The arguments of a call that exclude entries."""
     return {
         "mask": made(case.mask, data),
@@ -258,6 +281,20 @@ def _excluded(case: Drawn, data: Data) -> dict[str, Any]:
         "window": case.window,
         "visible": made(case.ranges, data),
     }
+
+
+def _draw_bias(random: Random, shape: Shape) -> tuple[Shape | None, bool]:
+    """The shape of a bias of attention, dense or broadcast, and whether it is relative."""
+    kind = random.choices(("none", "dense", "relative"), (35, 45, 20))[0]
+    if kind == "none":
+        return None, False
+    batch, heads, queries, keys = shape
+    leading = random.choice((1, batch)), random.choice((1, heads))
+    whole: Shape = (*leading, queries + keys - 1)
+    if kind == "dense":
+        whole = (*leading, random.choice((queries, queries, 1)), random.choice((keys, keys, 1)))
+    missing = 1 if whole[0] == 1 and chance(random, 0.5) else 0
+    return whole[missing:], kind == "relative"
 
 
 def _leaves(tensors: Any) -> list[Any]:

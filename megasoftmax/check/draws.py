@@ -68,6 +68,17 @@ def draw_columns(random: Random, most: int, dtype: torch.dtype) -> int:
     return most if kind == "long" else draw_size(random, min(most, 1100))
 
 
+def draw_rows(random: Random, usual: int) -> tuple[Shape, torch.dtype]:
+    """The shape of scores, whose last dimension is a row, and their type."""
+    dtype, most = random.choice((HALF, BFLOAT, FLOAT)), draw_most(random, usual)
+    columns = draw_columns(random, min(int(most ** random.uniform(0.3, 1)), usual), dtype)
+    leading: list[int] = []
+    for _ in range(random.choices(range(6), (4, 16, 20, 40, 12, 8))[0]):
+        rows = min(most // (columns * math.prod(leading)), random.choice((300, 300, most)))
+        leading.insert(random.randrange(len(leading) + 1), draw_size(random, rows))
+    return (*leading, columns), dtype
+
+
 def draw_broadcast(random: Random, shape: Shape) -> Shape:
     """A shape that broadcasts to `shape`: sizes of 1, and leading dimensions that are missing."""
     kept = [size if chance(random, 0.7) else 1 for size in shape]
@@ -204,7 +215,7 @@ class Mask(Drawn):
 
     @classmethod
     def draw(cls, random: Random, shape: Shape) -> "Mask | None":
-        if not chance(random, 0.4):
+        if not chance(random, 0.45):
             return None
         kept = draw_broadcast(random, shape)
         return cls(
