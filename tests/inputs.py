@@ -1,6 +1,7 @@
 """Random tensors, and what else the tests of both families share."""
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -170,6 +171,19 @@ def by_entry(
         "visible": first_and_end and tuple(split(bound, 3) for bound in first_and_end),
     }
     return (split(query), split(key), split(value)), options
+
+
+def record_calls(monkeypatch: Any, function: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The (tensors, options) of every call of that function of megasoftmax, which still works."""
+    calls, original = [], getattr(megasoftmax, function)
+
+    def recording(*tensors: Any, **options: Any) -> Any:
+        calls.append((tensors, options))
+        return original(*tensors, **options)
+
+    recording.why_not_fused = functools.partial(megasoftmax.why_not_fused, original)
+    monkeypatch.setattr(megasoftmax, function, recording)
+    return calls
 
 
 @contextmanager

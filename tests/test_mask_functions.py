@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from inputs import record_calls
 
 pytest.importorskip("transformers")
 from transformers import masking_utils
@@ -234,13 +235,7 @@ def test_layers_share_what_is_noted_of_a_mask(monkeypatch):
     from megasoftmax.integrations import transformers as integration
     from megasoftmax.integrations.sharing import in_a_pass
 
-    given, original = [], megasoftmax.attention
-
-    def recording(*tensors, **options):
-        given.append(options["mask"])
-        return original(*tensors, **options)
-
-    monkeypatch.setattr(megasoftmax, "attention", recording)
+    original, calls = megasoftmax.attention, record_calls(monkeypatch, "attention")
     monkeypatch.setattr(integration, "takes_attention", lambda *given: True)
     query = torch.randn(2, 3, 5, 4)
     keep = torch.rand(2, 1, 5, 5) > 0.3
@@ -258,7 +253,7 @@ def test_layers_share_what_is_noted_of_a_mask(monkeypatch):
 
     in_a_pass(in_layers)
     attend()
-    first, second, changed, without_pass = given
+    first, second, changed, without_pass = (options["mask"] for _, options in calls)
     assert isinstance(first, megasoftmax.TileMask)
     assert first is second
     assert torch.equal(changed.tensor, ~keep)

@@ -14,7 +14,7 @@ import processes
 import pytest
 import torch
 from einops import einsum, rearrange, repeat
-from inputs import deterministic
+from inputs import deterministic, record_calls
 
 pytest.importorskip("megatron", reason="needs megatron-core")  # without its own needs it fails
 with warnings.catch_warnings():
@@ -81,19 +81,6 @@ def path(request, monkeypatch):
         monkeypatch.setattr(core_attention, name, functools.partial(decide, asked))
     yield request.param
     assert any(calls)
-
-
-def record_calls(monkeypatch, function):
-    """The options of every call of that function of megasoftmax, which still works."""
-    calls, original = [], getattr(megasoftmax, function)
-
-    def recording(*tensors, **options):
-        calls.append(options)
-        return original(*tensors, **options)
-
-    recording.why_not_fused = functools.partial(megasoftmax.why_not_fused, original)
-    monkeypatch.setattr(megasoftmax, function, recording)
-    return calls
 
 
 def make_config(**options):
@@ -632,7 +619,7 @@ def test_a_refilled_mask_is_seen(monkeypatch):
         mask.data[0, ..., 2] = True
         changed = model(ids, positions, mask)
         wanted = model(ids, positions, mask.clone())
-    assert all(call["mask"].tensor is mask for call in calls[:-2])  # no copy
+    assert all(options["mask"].tensor is mask for _, options in calls[:-2])  # no copy
     assert not torch.allclose(before, changed)
     torch.testing.assert_close(changed, wanted, rtol=0, atol=0)
 
@@ -1213,7 +1200,7 @@ def test_router_module(stock, home, monkeypatch):
     expected = step()
     with apply_megasoftmax_to_megatron():
         actual = step()
-    assert [call["renormalize"] for call in calls] == [False]
+    assert [options["renormalize"] for _, options in calls] == [False]
     torch.testing.assert_close(actual, expected)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers.models
+from inputs import record_calls
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -64,16 +65,7 @@ def ids(device):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often softmax_topk was called."""
-    counted = []
-    softmax_topk = megasoftmax.softmax_topk
-
-    def counting(*arguments, **options):
-        counted.append(options)
-        return softmax_topk(*arguments, **options)
-
-    monkeypatch.setattr(megasoftmax, "softmax_topk", counting)
-    return counted
+    return record_calls(monkeypatch, "softmax_topk")
 
 
 def classes():

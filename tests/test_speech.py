@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from inputs import record_calls
 
 pytest.importorskip("transformers")
 from transformers import (
@@ -22,7 +23,6 @@ from transformers import (
 )
 from transformers.models.seamless_m4t.modeling_seamless_m4t import SeamlessM4TSpeechEncoder
 
-import megasoftmax
 from megasoftmax.integrations import conformers
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.names import NAMES
@@ -156,16 +156,9 @@ def run(model, batch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The options of calls of attention; a CPU takes the way of a GPU."""
-    found, attention = [], megasoftmax.attention
-
-    def record(*tensors, **options):
-        found.append(options)
-        return attention(*tensors, **options)
-
-    monkeypatch.setattr(megasoftmax, "attention", record)
+    """The tensors and options of calls of attention; a CPU takes the way of a GPU."""
     monkeypatch.setattr(integration, "takes_attention", lambda *given: True)
-    return found
+    return record_calls(monkeypatch, "attention")
 
 
 @pytest.mark.parametrize("implementation", NAMES)
@@ -192,7 +185,7 @@ def test_encoder_trains_as_eager(name, padded, implementation, calls):
         gradient.any() for parameter, gradient in gradients.items() if "linear_pos" in parameter
     )
     if implementation == NAMES[0]:
-        biases = [options["bias"] for options in calls if options["bias"] is not None]
+        biases = [options["bias"] for _, options in calls if options["bias"] is not None]
         assert len(biases) == 2
         for bias in biases:
             frames = bias.shape[-1]

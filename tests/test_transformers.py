@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 
+import inputs
 import pytest
 import torch
 
@@ -110,16 +111,8 @@ def assert_same_gradients(ours, eager, rtol=1e-5, atol=1e-5):
 
 
 def record_calls(monkeypatch, function):
-    """The (tensors, options) of every call of that function of megasoftmax, which still works."""
-    calls, original = [], getattr(megasoftmax, function)
     monkeypatch.setattr(integration, "served_attention", lambda *given: None)  # it passes by them
-
-    def recording(*tensors, **options):
-        calls.append((tensors, options))
-        return original(*tensors, **options)
-
-    monkeypatch.setattr(megasoftmax, function, recording)
-    return calls
+    return inputs.record_calls(monkeypatch, function)
 
 
 def attend(implementation, *given, layer=None, **options):

@@ -1,11 +1,11 @@
 """Attention of windows of images: transformers', timm's and torchvision's layers."""
 
 import copy
-import functools
 import importlib
 
 import pytest
 import torch
+from inputs import record_calls
 
 pytest.importorskip("transformers")
 from transformers import (
@@ -28,7 +28,6 @@ from transformers.models.maskformer.modeling_maskformer_swin import (
     MaskFormerSwinModel,
 )
 
-import megasoftmax
 from megasoftmax.integrations import products, vision
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.names import NAMES
@@ -116,17 +115,9 @@ def assert_same_step(ours, own, images):
 @pytest.fixture
 def calls(monkeypatch):
     """The tensors and options of calls of attention; a CPU takes the way of a GPU."""
-    found, attention = [], megasoftmax.attention
-
-    def record(*tensors, **options):
-        found.append((tensors, options))
-        return attention(*tensors, **options)
-
-    record.why_not_fused = functools.partial(megasoftmax.why_not_fused, attention)
-    monkeypatch.setattr(megasoftmax, "attention", record)
     for module in (integration, products):
         monkeypatch.setattr(module, "takes_attention", lambda *given: True)
-    return found
+    return record_calls(monkeypatch, "attention")
 
 
 # The mask of shifted windows
@@ -222,30 +213,20 @@ def import_or_skip(name):
         pytest.skip(f"{name}: {error}")
 
 
+_OF_SWIN = {
+    "img_size": 48,
+    "window_size": 4,
+    "embed_dim": 16,
+    "depths": (2, 2),
+    "num_heads": (1, 2),
+}
+_OF_BEIT = {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2}
+_SHARED_BIAS = {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True}
 TIMM = {
-    "swin_tiny_patch4_window7_224": {
-        "img_size": 48,
-        "window_size": 4,
-        "embed_dim": 16,
-        "depths": (2, 2),
-        "num_heads": (1, 2),
-    },
-    "swinv2_tiny_window8_256": {
-        "img_size": 48,
-        "window_size": 4,
-        "embed_dim": 16,
-        "depths": (2, 2),
-        "num_heads": (1, 2),
-    },
-    "beit_base_patch16_224": {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2},
-    "beitv2_base_patch16_224": {
-        "img_size": 64,
-        "embed_dim": 32,
-        "depth": 2,
-        "num_heads": 2,
-        "use_rel_pos_bias": False,
-        "use_shared_rel_pos_bias": True,
-    },
+    "swin_tiny_patch4_window7_224": _OF_SWIN,
+    "swinv2_tiny_window8_256": _OF_SWIN,
+    "beit_base_patch16_224": _OF_BEIT,
+    "beitv2_base_patch16_224": _OF_BEIT | _SHARED_BIAS,
 }
 
 
