@@ -399,14 +399,19 @@ def compare(
     return (p.detach(), lse.detach(), *found), deviations
 
 
-def check(
-    function: Callable[..., Any], scores: Tensor, *, what: str = "", **arguments: Any
-) -> tuple[Tensor, ...]:
-    """`compare`, where everything must be right."""
-    results, deviations = compare(function, scores, **arguments)
-    for name, found in deviations.items():
-        assert_small(found, f"{name} {what}")
-    return results
+def checking(compare: Callable[..., Any]) -> Callable[..., Any]:
+    """A `compare` of an oracle that returns the results alone, all of which must be right."""
+
+    def check(function: Callable[..., Any], *given: Any, what: str = "", **arguments: Any) -> Any:
+        results, deviations = compare(function, *given, **arguments)
+        for name, found in deviations.items():
+            assert_small(found, f"{name} {what}")
+        return results
+
+    return check
+
+
+check = checking(compare)
 
 
 def _noises(p: Tensor, of_z: Tensor, share: Tensor, of_sink: Tensor) -> tuple[Tensor, ...]:

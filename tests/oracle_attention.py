@@ -448,17 +448,4 @@ def compare(
     return results | dict(zip(inputs, found, strict=True)), deviations
 
 
-def check(
-    function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    what: str = "",
-    **arguments: Any,
-) -> dict[str, Tensor]:
-    """`compare`, where everything must be right."""
-    results, deviations = compare(function, query, key, value, **arguments)
-    for name, found in deviations.items():
-        oracle.assert_small(found, f"{name} {what}")
-    return results
+check = oracle.checking(compare)

@@ -182,14 +182,7 @@ def compare(
     return (p.detach(), indices, lse.detach(), *found), deviations
 
 
-def check(
-    function: Callable[..., Any], logits: Tensor, k: int, *, what: str = "", **arguments: Any
-) -> tuple[Tensor, ...]:
-    """`compare`, where everything must be right."""
-    results, deviations = compare(function, logits, k, **arguments)
-    for name, found in deviations.items():
-        oracle.assert_small(found, f"{name} {what}")
-    return results
+check = oracle.checking(compare)
 
 
 def _deviation_of_indices(actual: Tensor, expected: Tensor) -> oracle.Deviation:

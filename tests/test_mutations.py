@@ -109,6 +109,23 @@ def _of(case, faults):
     return {name: (faulty, case) for name, faulty in faults.items()}
 
 
+def _of_options(function):
+    """Faults of the options that softmax and attention share."""
+    changed = partial(_changed, function)
+    return {
+        "drops the mask": changed(mask=lambda _: None),
+        "drops the bias": changed(bias=lambda _: None),
+        "forgets the sink": changed(sink=lambda _: None),
+        "forgets causality": changed(causal=lambda _: False),
+        "rounds the scale to bfloat16": changed(scale=_rounded),
+        "window one too long": changed(window=lambda w: (w[0] + 1, w[1])),
+        "window one too short": changed(window=lambda w: (w[0] - 1, w[1])),
+        "causal aligned top-left": _top_left(function),
+        "gradient of the bias doubled": changed(bias=_doubled_gradient),
+        "lse without the sink": _lse_without_sink(function),
+    }
+
+
 def _case_with_nan(dtype=torch.float32):
     case = _case(dtype)
     scores = case["scores"].clone()
@@ -120,26 +137,17 @@ def _case_with_nan(dtype=torch.float32):
 
 FAULTS = _of(
     _case,
-    {
-        "drops the mask": _softmax_changed(mask=lambda _: None),
-        "drops the bias": _softmax_changed(bias=lambda _: None),
+    _of_options(softmax)
+    | {
         "drops the scale": _softmax_changed(scale=lambda _: 1.0),
-        "forgets the sink": _softmax_changed(sink=lambda _: None),
-        "forgets causality": _softmax_changed(causal=lambda _: False),
-        "rounds the scale to bfloat16": _softmax_changed(scale=_rounded),
-        "window one too long": _softmax_changed(window=lambda w: (w[0] + 1, w[1])),
-        "window one too short": _softmax_changed(window=lambda w: (w[0] - 1, w[1])),
-        "causal aligned top-left": _top_left(softmax),
         "causality overwrites the window": _softmax_changed(window=lambda _: None),
         "no gradient of the sink": _softmax_changed(sink=Tensor.detach),
         "no gradient of the bias": _softmax_changed(bias=Tensor.detach),
-        "gradient of the bias doubled": _softmax_changed(bias=_doubled_gradient),
         "the sink of head 0 for all": _softmax_changed(sink=lambda s: s[:1].expand(s.shape)),
         "excluded entry nearly 0": _softmax_spoilt(lambda a, p, lse: (p + a.mask * 1e-30, lse)),
         "gradient at an excluded entry": _softmax_spoilt(
             lambda a, p, lse: (p + _at_excluded(a.scores, a.mask), lse)
         ),
-        "lse without the sink": _lse_without_sink(softmax),
     },
 ) | _of(
     _case_with_nan,
@@ -392,17 +400,10 @@ def _in_half_throughout(query, key, value, *, scale, **arguments):
 
 ATTENTION_FAULTS = _of(
     _attention_case,
-    {
-        "drops the mask": _attention_changed(mask=lambda _: None),
-        "drops the bias": _attention_changed(bias=lambda _: None),
-        "forgets the sink": _attention_changed(sink=lambda _: None),
+    _of_options(attention)
+    | {
         "takes the default scale": _attention_changed(scale=lambda _: None),
-        "rounds the scale to bfloat16": _attention_changed(scale=_rounded),
-        "forgets causality": _attention_changed(causal=lambda _: False),
         "causal one too far": _causal_one_too_far,
-        "causal aligned top-left": _top_left(attention),
-        "window one too long": _attention_changed(window=lambda w: (w[0] + 1, w[1])),
-        "window one too short": _attention_changed(window=lambda w: (w[0] - 1, w[1])),
         "key heads interleaved": _attention_changed(key=_interleaved, value=_interleaved),
         "biases of inner batches": _attention_changed(bias=lambda bias: bias.transpose(0, 1)),
         "biases of heads reversed": _attention_changed(bias=lambda bias: bias.flip(-3)),
@@ -410,11 +411,9 @@ ATTENTION_FAULTS = _of(
             key=_key_of_one_query_head, value=lambda value: value.repeat_interleave(2, -3)
         ),
         "gradient of the bias not reduced": _attention_changed(bias=_bias_of_the_last_of_a_group),
-        "gradient of the bias doubled": _attention_changed(bias=_doubled_gradient),
         "no gradient of the bias": _attention_changed(bias=_without_gradient),
         "no gradient of the sink": _attention_changed(sink=_without_gradient),
         "no gradient of the lse": _attention_spoilt(lambda _, o, lse: (o, _without_gradient(lse))),
-        "lse without the sink": _lse_without_sink(attention),
         "gradient at an excluded pair": _attention_spoilt(_gradient_where_bias_is_excluded),
         "logits rounded to bfloat16": _in_half_throughout,
     },
