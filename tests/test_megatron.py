@@ -235,6 +235,15 @@ def build(case, device="cpu", dtype=torch.float64):
     return core.to(device, dtype)
 
 
+def assert_same(output, expected, wrt, tolerance):
+    """Output and gradients."""
+    torch.testing.assert_close(output.double(), expected, **tolerance)
+    cotangent = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, wrt, cotangent)
+    wanted = torch.autograd.grad(expected, wrt, cotangent.double())
+    torch.testing.assert_close(gradients, wanted, **tolerance)
+
+
 def expected_offset(core):
     if core.config.softmax_type == "off-by-one":
         return torch.zeros(HEADS)
@@ -270,12 +279,7 @@ def test_core_attention(name, path, device):
         offset=expected_offset(core),
     )
     assert output.is_contiguous()
-    torch.testing.assert_close(output.double(), expected, **tolerance)
-
-    cotangent = torch.randn_like(output)
-    gradients = torch.autograd.grad(output, wrt, cotangent)
-    wanted = torch.autograd.grad(expected, wrt, cotangent.double())
-    torch.testing.assert_close(gradients, wanted, **tolerance)
+    assert_same(output, expected, wrt, tolerance)
 
 
 @pytest.mark.parametrize("fault", ["scale", "mask", "bias", "causal", "window", "sink"])
@@ -466,11 +470,7 @@ def test_packed_sequences(name, path, device, request):
         place = torch.arange(begin, begin + length, device=device)
         expected = expected.index_copy(0, place, alone[:, 0])
         begin, key_begin = begin + length, key_begin + key_length
-    torch.testing.assert_close(output.double(), expected, **tolerance)
-    cotangent = torch.randn_like(output)
-    gradients = torch.autograd.grad(output, wrt, cotangent)
-    wanted = torch.autograd.grad(expected, wrt, cotangent.double())
-    torch.testing.assert_close(gradients, wanted, **tolerance)
+    assert_same(output, expected, wrt, tolerance)
 
 
 def test_packed_sequences_on_a_cpu(monkeypatch):

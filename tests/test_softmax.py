@@ -3,14 +3,11 @@
 import functools
 import gc
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import oracle
 import pytest
 import torch
 from inputs import DTYPES, DTYPES_OF_KERNELS, HALVES, bits_equal, coin, normal
-from torch import Tensor
 
 import megasoftmax
 from megasoftmax.explain import explain
@@ -61,7 +58,6 @@ def _window(like):
     return {"window": (like.shape[-1] // 3, 1)}
 
 
-Variant = Callable[[Tensor, int, int, int, int], dict[str, Any]]
 VARIANTS = {
     "plain": lambda x, b, h, q, k: {},
     "mask per batch": lambda x, b, h, q, k: {"mask": _mask(b, 1, q, k, like=x)},
