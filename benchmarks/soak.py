@@ -5,10 +5,10 @@
     python benchmarks/soak.py --family attention --seed 123456      # that configuration alone
 
 Forward and every gradient are checked in float64. A family and a seed fix a configuration and its
-data, on the same kind of device; soak_cases.py says how each dimension is drawn. A failure does not
-stop the run: it prints the command that reproduces it, and the exit status is 1. On a GPU every
-configuration runs with `fused=True`; those that the kernels do not take are counted as redrawn. On
-a CPU the reference runs.
+data, on the same kind of device. megasoftmax/check/cases.py and soak_cases.py say how each
+dimension is drawn. A failure does not stop the run: it prints the command that reproduces it, and
+the exit status is 1. On a GPU every configuration runs with `fused=True`; those that the kernels do
+not take are counted as redrawn. On a CPU the reference runs.
 
 In the CSV, `worst_ratio` is the ratio of an error to the allowed one, and `seconds`
 is the time of all processes together.
