@@ -176,6 +176,38 @@ __global__ void __launch_bounds__(kBlockMaskThreads)
   if (is_mixed) atomicOr(words + layout.mixed_by_query() + by_query, 1u << key_tile % 32);
 }
 
+// Of a mask that excludes the same keys of all queries: a warp looks at 64 keys, and writes them
+// for all tiles of queries.
+__global__ void __launch_bounds__(kBlockMaskThreads)
+    attention_block_mask_of_keys_kernel(const __grid_constant__ AttentionParams params, int batches,
+                                        int heads) {
+  if (!kIsAmpere) return;
+  const BlockMaskLayout& layout = params.block_mask.layout;
+  const int64_t index = (int64_t{blockIdx.x} * kBlockMaskThreads + threadIdx.x) / 32;
+  if (index >= int64_t{layout.key_tiles} * heads * batches) return;
+  const int entry = static_cast<int>(index / layout.key_tiles);
+  const int key_tile = static_cast<int>(index % layout.key_tiles);
+  const int batch = entry / heads, head = entry % heads;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+
+  TileBits excluded[2];
+  read_mask(params, batch, head, 0, key_tile * kMaskTile, excluded);
+  uint32_t* const words = params.block_mask.of(batch, head);
+  if (lane == 0) reinterpret_cast<TileBits*>(words + layout.bits())[key_tile] = excluded[0];
+  const TileBits inside = bits_below(params.keys - key_tile * kMaskTile);
+  const TileBits visible = inside & ~excluded[0];
+  if (visible == 0) return;
+  const uint32_t bit = 1u << key_tile % 32;
+  for (int query_tile = lane; query_tile < layout.query_tiles; query_tile += 32) {
+    const int64_t by_query = int64_t{query_tile} * layout.words_of_keys() + key_tile / 32;
+    atomicOr(words + layout.seen_by_query() + by_query, bit);
+    if (visible != inside) atomicOr(words + layout.mixed_by_query() + by_query, bit);
+  }
+  for (int word = lane; word < layout.words_of_queries(); word += 32)
+    words[layout.seen_by_key() + int64_t{key_tile} * layout.words_of_queries() + word] =
+        static_cast<uint32_t>(bits_below(min(layout.query_tiles - 32 * word, 32)));
+}
+
 // The bits [begin, end) of a word whose first bit is number `first`.
 __device__ uint32_t bits_between(int begin, int end, int first) {
   const auto below = [&](int number) -> uint32_t {
@@ -289,6 +321,10 @@ cudaError_t attention_block_mask(const AttentionParams& params, int batches, int
       MEGASOFTMAX_RETURN_IF_ERROR(
           cudaMemsetAsync(block_mask.words + entry * block_mask.layout.words(), 0, width, stream));
   }
+  if (block_mask.layout.bit_rows == 1 && !params.visible.are_given())
+    return start(attention_block_mask_of_keys_kernel,
+                 divide_up<int64_t>(entries * block_mask.layout.key_tiles, kBlockMaskThreads / 32),
+                 kBlockMaskThreads, batches);
   return start(
       is_for_backward ? attention_block_mask_kernel<true> : attention_block_mask_kernel<false>,
       divide_up<int64_t>(tiles, kBlockMaskThreads / 32), kBlockMaskThreads, batches);

@@ -101,6 +101,7 @@ cudaError_t launch_rows(const AttentionBackwardParams& params, cudaStream_t stre
     return launch_flat(attention_rows_kernel<T, kLanes>, params.rows() * kLanes, kThreadsOfRows,
                        stream, params);
   };
+  if (params.value_dim <= 32) return launch_with.template operator()<4>();
   if (params.value_dim <= 64) return launch_with.template operator()<8>();
   if constexpr (sizeof(T) == 2 || kMaxFloatHeadDim > 128) {
     if (params.value_dim > 128) return launch_with.template operator()<32>();

@@ -49,7 +49,9 @@ struct HopperBackwardMemory {
   static_assert(kQueries % kMaskTile == 0 && kKeys % kMaskTile == 0);
   static_assert(takes_bias(kTile, kBias));
   static_assert(shares_registers(kTile));
-  static_assert(kPanels * kQueryPanels == kWarpgroups);  // 64 x 64 elements of dQ for each
+  // Each warpgroup makes 64 rows of dQ, and so many columns.
+  static constexpr int kSumColumns = kDim <= 32 ? 32 : 64;
+  static_assert(kPanels * kQueryPanels == kWarpgroups);
 
   // In this order: keys; values; queries and gradients of outputs of each stage; for two steps the
   // bias, later gradients of scores, in panels of 64 keys; sums of each warpgroup; rows of each

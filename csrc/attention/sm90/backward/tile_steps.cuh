@@ -7,9 +7,10 @@
 
 namespace megasoftmax {
 
-// Writes the left or right half of 64 x 64 results of a warpgroup to a panel of 32 columns,
+// Writes columns 32 * side and on of 64 rows of results of a warpgroup to a panel of 32 columns,
 // swizzled as tensor copies read it.
-__device__ __forceinline__ void store_sums(char* panel, const float (&results)[8][4], int side) {
+template <int kN>
+__device__ __forceinline__ void store_sums(char* panel, const float (&results)[kN][4], int side) {
   const FirstElement mine;
   const int warp = thread_index_anew() / 32 % 4;
   // Odd rows take columns in another order, 16 apart. Otherwise two rows would meet in one bank.
