@@ -86,10 +86,7 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     found = explain_attention(2, 6, 3000, head_dim, key_heads=3)
     back = explain_attention(2, 6, 3000, head_dim, key_heads=3, backward=True)
     assert (found.kernel, back.kernel) == ("forward", "backward")
-    assert found.hopper == back.hopper == (32 < head_dim <= 256)
-    if not found.hopper:
-        assert f"Hopper's own do not take a head dimension of {padded}" in found.why
-        return
+    assert found.hopper and back.hopper
     assert "compute capability 9.0: Hopper's own kernels" in found.why
     forward_table = table_of("attention", "kAttentionHopperTiles")
     tile, warpgroups, keys = next(
@@ -108,6 +105,22 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert back.slices == 1
     assert back.blocks == 2 * 3 * -(-3000 // back.tile_keys)
     assert back.workspace_bytes == 2 * 6 * 3000 * (16 + 4 * padded)
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 33])
+@pytest.mark.parametrize(
+    ("tokens", "forward", "backward"),
+    # Of tiles of 192 x 128 and 128 x 128.
+    [(64, False, False), (197, False, False), (256, False, True), (384, True, True)],
+)
+def test_small_head_dimensions_run_on_hopper_where_they_fill_tiles(
+    head_dim: int, tokens: int, forward: bool, backward: bool
+) -> None:
+    for is_backward, is_filled in ((False, forward), (True, backward)):
+        found = explain_attention(64, 4, tokens, head_dim, backward=is_backward)
+        assert found.hopper == (is_filled or head_dim > 32)
+        said = f"head dimension of {head_dim} where it fills less than 75% of their tiles"
+        assert (said in found.why) == (not found.hopper)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +175,8 @@ def test_relative_biases_run_on_hopper(head_dim: int) -> None:
     found = explain_attention(2, 6, 1000, head_dim, **options)
     back = explain_attention(2, 6, 1000, head_dim, **options, backward=True)
     both = explain_attention(2, 6, 1000, head_dim, **options, backward=True, bias_gradient=True)
-    assert found.hopper == (32 < head_dim <= 256)
-    assert back.hopper == both.hopper == (32 < head_dim <= 128)
+    assert found.hopper
+    assert back.hopper == both.hopper == (head_dim <= 128)
     assert ("do not take a head dimension of 256 with a bias" in back.why) == (head_dim == 256)
     without = explain_attention(2, 6, 1000, head_dim, keys=1001)
     entries = 6 * (1000 + 1001 - 1)

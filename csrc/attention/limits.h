@@ -83,6 +83,9 @@ constexpr bool shares_registers(const Tile& tile) {
   return 128 * (tile.copier_registers + tile.warpgroups * tile.registers) <=
          tile.threads() * registers;
 }
+// Up to kSmallHeadDim the portable kernels are faster than Hopper's where a launch fills less than
+// so many percent of the latter's tiles.
+inline constexpr int kSmallHeadDim = 32, kFilledPercent = 75;
 // Blocks are persistent if a tile of queries sees at most this many tiles of keys: a block takes
 // several tiles, and the next one starts while the last one ends. With longer tiles one block a
 // tile balances better. With a mask or ranges the lengths are not known. Then persistent blocks
@@ -104,6 +107,7 @@ inline constexpr int64_t kBlocksOfHead = 8;
 // clang-format off
 inline constexpr AttentionHopperTile kAttentionHopperTiles[] = {
     // dims (head, value), warpgroups, keys, registers (copier, others), stages of bias, of queries
+    {           32,    32,          3,  128,  32, 160,            2,            2},
     {           48,    48,          3,  128,  32, 160,            2,            2},
     {           64,    64,          3,  128,  32, 160,            2,            2},  // 577
     {           80,    80,          2,  128,  40, 232,            1,            2},
@@ -147,6 +151,7 @@ inline constexpr int kMaxBiasCluster = 8;
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
     // dims (head, value), queries, registers (that copies, others)
+    {           32,    32,     128,  24, 240},
     {           48,    48,     128,  24, 240},
     {           64,    64,     128,  24, 240},  // 475
     {           80,    80,      64,  24, 240},

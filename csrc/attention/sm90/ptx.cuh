@@ -260,11 +260,10 @@ __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
 // Operands of products: numbers of registers, and the registers of groups of 8 columns.
 #define MEGASOFTMAX_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define MEGASOFTMAX_8(d, n) MEGASOFTMAX_4(d, n), MEGASOFTMAX_4(d, n + 1)
-#define MEGASOFTMAX_32(d, n) \
-  MEGASOFTMAX_8(d, n), MEGASOFTMAX_8(d, n + 2), MEGASOFTMAX_8(d, n + 4), MEGASOFTMAX_8(d, n + 6)
-#define MEGASOFTMAX_TO_23                                                                      \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23"
+#define MEGASOFTMAX_16(d, n) MEGASOFTMAX_8(d, n), MEGASOFTMAX_8(d, n + 2)
+#define MEGASOFTMAX_32(d, n) MEGASOFTMAX_16(d, n), MEGASOFTMAX_16(d, n + 4)
+#define MEGASOFTMAX_TO_15 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define MEGASOFTMAX_TO_23 MEGASOFTMAX_TO_15 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define MEGASOFTMAX_TO_31 MEGASOFTMAX_TO_23 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define MEGASOFTMAX_TO_39 MEGASOFTMAX_TO_31 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define MEGASOFTMAX_TO_47 MEGASOFTMAX_TO_39 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -288,7 +287,7 @@ __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
 template <class T, bool kIsTransposed = false, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t a, uint64_t b,
                                               int is_sum) {
-  static_assert(kN == 8 || kN == 16);
+  static_assert(kN == 4 || kN == 8 || kN == 16);
 #define MEGASOFTMAX_PRODUCT(type, columns, registers, first, second, third, fourth, ...)  \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %" #third                                   \
                ", 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type \
@@ -296,6 +295,8 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t 
                : __VA_ARGS__                                                              \
                : "l"(a), "l"(b), "r"(is_sum), "n"(kIsTransposed))
 #define MEGASOFTMAX_PRODUCTS(type)                                                                \
+  if constexpr (kN == 4)                                                                          \
+    MEGASOFTMAX_PRODUCT(type, 32, MEGASOFTMAX_TO_15, 16, 17, 18, 19, MEGASOFTMAX_16(results, 0)); \
   if constexpr (kN == 8)                                                                          \
     MEGASOFTMAX_PRODUCT(type, 64, MEGASOFTMAX_TO_31, 32, 33, 34, 35, MEGASOFTMAX_32(results, 0)); \
   if constexpr (kN == 16)                                                                         \
@@ -329,7 +330,8 @@ __device__ __forceinline__ void start_product_of_rows(float (&results)[kN][4], u
 template <class T, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], const uint32_t (&a)[4],
                                               uint64_t b) {
-  static_assert(kN == 6 || kN == 8 || kN == 10 || kN == 12 || kN == 16 || kN == 24 || kN == 32);
+  static_assert(kN == 4 || kN == 6 || kN == 8 || kN == 10 || kN == 12 || kN == 16 || kN == 24 ||
+                kN == 32);
 #define MEGASOFTMAX_PRODUCT(type, columns, registers, a0, a1, a2, a3, second, ...)     \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type   \
                " {" registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #second \
@@ -337,6 +339,9 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], const uin
                : __VA_ARGS__                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define MEGASOFTMAX_PRODUCTS(type)                                               \
+  if constexpr (kN == 4)                                                         \
+    MEGASOFTMAX_PRODUCT(type, 32, MEGASOFTMAX_TO_15, 16, 17, 18, 19, 20,         \
+                        MEGASOFTMAX_16(results, 0));                             \
   if constexpr (kN == 6)                                                         \
     MEGASOFTMAX_PRODUCT(type, 48, MEGASOFTMAX_TO_23, 24, 25, 26, 27, 28,         \
                         MEGASOFTMAX_8(results, 0), MEGASOFTMAX_8(results, 2),    \
@@ -382,7 +387,9 @@ __device__ __forceinline__ void start_sum_of_products(float (&results)[kN][4],
 
 #undef MEGASOFTMAX_4
 #undef MEGASOFTMAX_8
+#undef MEGASOFTMAX_16
 #undef MEGASOFTMAX_32
+#undef MEGASOFTMAX_TO_15
 #undef MEGASOFTMAX_TO_23
 #undef MEGASOFTMAX_TO_31
 #undef MEGASOFTMAX_TO_39
