@@ -7,6 +7,7 @@ The exit code is that of pytest.
 """
 
 import argparse
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,19 +23,33 @@ FIELDS = ["passed", "failed", "skipped", "failures", "note"]
 
 
 class Recorder:
-    """A plugin of pytest that counts what a run ends with."""
+    """A plugin of pytest that counts what tests end with, and names failures at once."""
 
     def __init__(self):
-        self.counts: dict[str, int] = {}
-        self.failures = ""
+        self.counts = Counter(passed=0, failed=0, skipped=0)
+        self.failed: list[str] = []
 
-    def pytest_terminal_summary(self, terminalreporter):
-        stats = terminalreporter.stats
-        failed = [*stats.get("failed", []), *stats.get("error", [])]
-        files = Counter(report.nodeid.partition("::")[0] for report in failed)
-        self.failures = "; ".join(f"{count} of {file}" for file, count in files.items())
-        self.counts = {name: len(stats.get(name, [])) for name in ("passed", "skipped")}
-        self.counts["failed"] = len(failed)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.fail(report.nodeid)
+        elif report.skipped:
+            self.counts["skipped"] += not hasattr(report, "wasxfail")
+        else:
+            self.counts["passed"] += report.when == "call"
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.fail(report.nodeid)
+
+    def fail(self, name: str):
+        print(f"\nFAILED {name}", flush=True)
+        self.counts["failed"] += 1
+        self.failed.append(name)
+
+    @property
+    def failures(self) -> str:
+        files = Counter(name.partition("::")[0] for name in self.failed)
+        return "; ".join(f"{count} of {file}" for file, count in files.items())
 
 
 def main():
@@ -44,12 +59,18 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS)
     options, arguments = parser.parse_known_args()
     recorder = Recorder()
-    code = pytest.main(arguments, plugins=[recorder])
-    if not recorder.counts:
-        return int(code)
-    common = measure.provenance(options.commit)
-    with measure.results(options.out, common, FIELDS, resume=True) as write:
-        write(recorder.counts | {"failures": recorder.failures, "note": options.note})
+    # Its pool of processes may keep a worker of pytest-xdist from ending for minutes.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    code: int | pytest.ExitCode = pytest.ExitCode.INTERRUPTED
+    try:
+        code = pytest.main(arguments, plugins=[recorder])
+    finally:
+        if recorder.counts.total():
+            common = measure.provenance(options.commit)
+            with measure.results(options.out, common, FIELDS, resume=True) as write:
+                ending = "interrupted" if code == pytest.ExitCode.INTERRUPTED else ""
+                note = "; ".join(filter(None, (options.note, ending)))
+                write({**recorder.counts, "failures": recorder.failures, "note": note})
     return int(code)
 
 

@@ -86,7 +86,8 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     found = explain_attention(2, 6, 3000, head_dim, key_heads=3)
     back = explain_attention(2, 6, 3000, head_dim, key_heads=3, backward=True)
     assert (found.kernel, back.kernel) == ("forward", "backward")
-    assert found.hopper and back.hopper
+    assert found.hopper
+    assert back.hopper
     assert "compute capability 9.0: Hopper's own kernels" in found.why
     forward_table = table_of("attention", "kAttentionHopperTiles")
     tile, warpgroups, keys = next(
