@@ -1,5 +1,5 @@
-"""Biases that rows share, in the shapes of those who train them, on one GPU, beside SDPA and
-FlexAttention; writes results/bias.csv.
+"""Biases that rows share, in the shapes of those who train them, on one GPU, beside SDPA,
+FlexAttention, and cuEquivariance and trifast where they are installed; writes results/bias.csv.
 
 Rows of pairs, samples of a pair representation, windows of images, and T5. bfloat16; a bias
 [1, heads, n, n]; in some cases a tenth of the keys of each row is masked. forward+backward is one
@@ -115,14 +115,19 @@ def implementations(inputs: Inputs) -> dict[str, measure.Build]:
         return way(peers.ours(bias=bias, mask=mask), during=during)
 
     backend = peers.BACKENDS[MEM_EFFICIENT]
-    return {
+    is_square = len(inputs.gradient) == bias.shape[-1]
+    of_rows = {peers.TRIFAST: lambda: way(peers.trifast(bias, mask))} if is_square else {}
+    ways: dict[str, measure.Build] = {
         OURS: ours,
         f"{OURS} deterministic": lambda: ours(fill=True),
         f"{OURS} deterministic, unfilled": lambda: ours(fill=False),
         f"{OURS} without bias": lambda: way(peers.ours(mask=mask), ()),
         MEM_EFFICIENT: lambda: way(peers.sdpa(backend, inputs.padded_bias)),
         peers.FLEX: lambda: way(peers.flex(score_mod=modify)),
+        peers.CUEQUIVARIANCE: lambda: way(peers.cuequivariance(bias, mask)),
+        **of_rows,
     }
+    return peers.only_there(ways)
 
 
 def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import megasoftmax
 
 FLEX, FLASH = "FlexAttention", "FlashAttention-4"
+CUEQUIVARIANCE, TRIFAST = "cuEquivariance", "trifast"
 BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -32,6 +33,8 @@ MODULES = {
     "quack": "quack",
     "FlashInfer": "flashinfer",
     FLASH: "flash_attn.cute",
+    CUEQUIVARIANCE: "cuequivariance_ops_torch",
+    TRIFAST: "trifast",
 }
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -235,3 +238,29 @@ def added_bias(is_table: bool, is_of_batch: bool, last: int) -> Callable[..., ob
         return scores + entry.load().to(cutlass.Float32)
 
     return add
+
+
+def cuequivariance(bias: Tensor, mask: Tensor | None) -> Attend:
+    """Triangle attention of cuEquivariance: a bias [1, heads, n, n], a mask of keys, or none."""
+    attention = importlib.import_module(MODULES[CUEQUIVARIANCE]).triangle_attention
+    options = {} if mask is None else {"mask": ~mask[None]}  # there True is a key that counts
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return attention(*(each[None] for each in tensors), bias[:, None], **options)[0]
+
+    return attend
+
+
+def trifast(bias: Tensor, mask: Tensor | None) -> Attend:
+    """The same of trifast, of as many rows as tokens. Its heads come before its rows."""
+    attention = importlib.import_module(MODULES[TRIFAST]).triangle_attention
+    tokens = bias.shape[-1]
+    if mask is None:
+        mask = torch.zeros(tokens, 1, 1, tokens, dtype=torch.bool, device=bias.device)
+    masked = mask[None, :, 0, 0]
+
+    def attend(*tensors: Tensor) -> Tensor:
+        found = attention(*(each.transpose(0, 1)[None] for each in tensors), bias, masked)
+        return found[0].transpose(0, 1)
+
+    return attend
