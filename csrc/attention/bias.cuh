@@ -28,7 +28,7 @@ struct BiasRows {
                 : static_cast<const T*>(params.bias.data) + offset;
   }
   // Whether rows are contiguous float32 and begin at multiples of 16 bytes.
-  __device__ bool has_float_chunks() const {
+  __device__ bool has_float_vectors() const {
     return type == DType::kFloat32 && key_stride == 1 && query_stride % 4 == 0 &&
            reinterpret_cast<uintptr_t>(first) % 16 == 0;
   }
@@ -71,10 +71,10 @@ struct FloatBiasTile {
       }
       return;
     }
-    if (bias.has_float_chunks()) {
-      constexpr int kChunks = kKeys / 4, kRowsAtATime = kThreads / kChunks;
+    if (bias.has_float_vectors()) {
+      constexpr int kVectors = kKeys / 4, kRowsAtATime = kThreads / kVectors;
       static_assert(kPitch % 4 == 0 && kQueries % kRowsAtATime == 0);
-      const int column = thread % kChunks * 4, first_row = thread / kChunks;
+      const int column = thread % kVectors * 4, first_row = thread / kVectors;
       const float* row = static_cast<const float*>(bias.first) +
                          (first_query + first_row) * bias.query_stride + first_key + column;
       const int bytes = min(max(keys - first_key - column, 0), 4) * 4;

@@ -94,7 +94,7 @@ cudaError_t launch_bias_gradient(AttentionBackwardParams params, const BiasGradi
   });
 }
 
-// With as many lanes for a row as it has chunks.
+// With as many lanes for a row as it has vectors.
 template <class T>
 cudaError_t launch_rows(const AttentionBackwardParams& params, cudaStream_t stream) {
   const auto launch_with = [&]<int kLanes>() {

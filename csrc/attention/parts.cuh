@@ -50,18 +50,18 @@ __device__ inline void add_parts(const AttentionForwardParams& params, int64_t r
                                  int warp, int warps, float4* totals) {
   constexpr int kColumns = 4, kLanes = 32;  // a lane's columns at a time
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int chunks = params.value_dim / kColumns;
+  const int vectors = params.value_dim / kColumns;
   // Loads of the first 16-byte vector start before the shares are known: as many parts as most
   // warps have.
   constexpr int kAhead = 4;
-  const auto part_of_chunk = [&](int split, int chunk) {
-    return *reinterpret_cast<const float4*>(params.part(split, row) + chunk * kColumns);
+  const auto part_of_vector = [&](int split, int vector) {
+    return *reinterpret_cast<const float4*>(params.part(split, row) + vector * kColumns);
   };
   float4 ahead[kAhead] = {};
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     const int split = warp + i * warps;
-    if (split < params.splits && lane < chunks) ahead[i] = part_of_chunk(split, lane);
+    if (split < params.splits && lane < vectors) ahead[i] = part_of_vector(split, lane);
   }
 
   float max = kLowest, sum = 0.f;
@@ -77,7 +77,7 @@ __device__ inline void add_parts(const AttentionForwardParams& params, int64_t r
   }
   sum = warp_sum<kLanes>(sum);
 
-  for (int chunk = lane; chunk < chunks; chunk += kLanes) {
+  for (int vector = lane; vector < vectors; vector += kLanes) {
     float4 total = {};
     const auto add = [&](int split, const float4& part) {
       const float share = share_of(params.part_end(split, row));
@@ -87,15 +87,15 @@ __device__ inline void add_parts(const AttentionForwardParams& params, int64_t r
       total.w += part.w * share;
     };
     int split = warp;
-    if (chunk == lane) {
+    if (vector == lane) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i, split += warps) {
         if (split < params.splits) add(split, ahead[i]);
       }
     }
 #pragma unroll 4
-    for (; split < params.splits; split += warps) add(split, part_of_chunk(split, chunk));
-    totals[warp * chunks + chunk] = total;
+    for (; split < params.splits; split += warps) add(split, part_of_vector(split, vector));
+    totals[warp * vectors + vector] = total;
   }
   __syncthreads();
   if (warp != 0 || !is_row) return;
@@ -107,16 +107,16 @@ __device__ inline void add_parts(const AttentionForwardParams& params, int64_t r
   if (lane == 0) row_end.store(params, row);
   const float factor = row_end.factor * params.dropout.factor;
   T* const out = params.output.row<T>(batch, head, query);
-  for (int chunk = lane; chunk < chunks; chunk += kLanes) {
-    float4 total = totals[chunk];
+  for (int vector = lane; vector < vectors; vector += kLanes) {
+    float4 total = totals[vector];
     for (int other = 1; other < warps; ++other) {
-      const float4 more = totals[other * chunks + chunk];
+      const float4 more = totals[other * vectors + vector];
       total.x += more.x;
       total.y += more.y;
       total.z += more.z;
       total.w += more.w;
     }
-    *reinterpret_cast<Pack<T, kColumns>*>(out + chunk * kColumns) = Pack<T, kColumns>::round(
+    *reinterpret_cast<Pack<T, kColumns>*>(out + vector * kColumns) = Pack<T, kColumns>::round(
         {total.x * factor, total.y * factor, total.z * factor, total.w * factor});
   }
 }

@@ -64,16 +64,16 @@ Strided rows_of(const Tensor& tensor) {
 // dense, not aligned, or where the storage ends within their last 16 bytes.
 Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
   if (bias.dim() != 4 || bias.size(3) != keys || bias.numel() == 0) return bias;
-  const int64_t size = size_of(dtype_of(bias.scalar_type(), "bias")), in_chunk = 16 / size;
+  const int64_t size = size_of(dtype_of(bias.scalar_type(), "bias")), in_vector = 16 / size;
   const auto* const first = static_cast<const char*>(bias.data_ptr());
   bool is_fast = reinterpret_cast<uintptr_t>(first) % 16 == 0 && (bias.stride(3) == 1 || keys == 1);
-  int64_t end = divide_up(keys, in_chunk) * in_chunk;  // of the last row's chunks
+  int64_t end = divide_up(keys, in_vector) * in_vector;  // of the last row's vectors
   for (int64_t i = 0; i < 3; ++i) {
-    is_fast &= bias.stride(i) % in_chunk == 0 || bias.size(i) == 1;
+    is_fast &= bias.stride(i) % in_vector == 0 || bias.size(i) == 1;
     end += (bias.size(i) - 1) * bias.stride(i);
   }
   is_fast &= first + end * size <= end_of_storage(bias);
-  return is_fast ? bias : with_contiguous_rows(bias, in_chunk);
+  return is_fast ? bias : with_contiguous_rows(bias, in_vector);
 }
 
 // What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,

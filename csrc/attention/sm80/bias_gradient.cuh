@@ -82,7 +82,7 @@ struct FloatBiasGradient : NoBiasGradient {
 // lane % 4 * 8 on.
 template <class ScoreTile>
 struct FragmentsAlong : Fragments<ScoreTile> {
-  // Matrix i has rows 2 * (i ^ j) and the next of the j-th eight: so the chunks that a load takes
+  // Matrix i has rows 2 * (i ^ j) and the next of the j-th eight: so the vectors that a load takes
   // of eight rows lie in eight different banks.
   __device__ explicit FragmentsAlong(const ScoreTile& tile) {
     const int lane = thread_index_anew() % 32, j = lane / 2 % 4;
@@ -119,7 +119,7 @@ struct DenseBiasGradient : NoBiasGradient {
     const int first_column = warp % kWarpsOfQueries * kBlocks * 8;
     const int first_row = warp / kWarpsOfQueries * kBlocks * 32;
     const FragmentsAlong<ScoreTile> fragments(ScoreTile{shared_address(scores)});
-    const bool has_chunks = params.keys % 8 == 0, has_pairs = params.keys % 2 == 0;
+    const bool has_vectors = params.keys % 8 == 0, has_pairs = params.keys % 2 == 0;
 #pragma unroll
     for (int block = 0; block < kBlocks * kBlocks; ++block) {
       const int column = first_column + block % kBlocks * 8;
@@ -129,7 +129,7 @@ struct DenseBiasGradient : NoBiasGradient {
       const int query = at.query + column + lane / 4, key = at.key + row + lane % 4 * 8;
       if (query >= params.queries || key >= params.keys) continue;
       T* const place = out + int64_t{query} * params.keys + key;
-      if (has_chunks) {
+      if (has_vectors) {
         *reinterpret_cast<uint4*>(place) = {pairs[0], pairs[1], pairs[2], pairs[3]};
         continue;
       }
@@ -156,25 +156,25 @@ struct SharedBiasGradient : NoBiasGradient {
   __device__ void take_shared(const AttentionBackwardParams& params, const FirstScore& at,
                               const char* scores) {
     // All warps have the same number of 16-byte vectors.
-    constexpr int kParts = 128 / ScoreTile::kColumns, kChunks = ScoreTile::kColumns / 8 / kParts;
+    constexpr int kParts = 128 / ScoreTile::kColumns, kVectors = ScoreTile::kColumns / 8 / kParts;
     const int thread = thread_index_anew(), lane = thread % 32, warp = thread / 32;
-    const int row = warp / kParts * 32 + lane, first_chunk = warp % kParts * kChunks;
-    const int query = at.query + first_chunk * 8, key = at.key + row;
+    const int row = warp / kParts * 32 + lane, first_vector = warp % kParts * kVectors;
+    const int query = at.query + first_vector * 8, key = at.key + row;
     if (key >= params.keys) return;
     float* const first = bias_gradient_at<float>(params, bias_head, query, key);
     const auto add = [&]<bool kIsWhole>() {
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
+      for (int vector = 0; vector < kVectors; ++vector) {
         const auto gradients = *reinterpret_cast<const Pack<typename ScoreTile::Element, 8>*>(
-            scores + ScoreTile::offset(row, first_chunk + chunk));
+            scores + ScoreTile::offset(row, first_vector + vector));
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          if (kIsWhole || query + chunk * 8 + i < params.queries)
-            add_to_global(first + int64_t{chunk * 8 + i} * params.keys, gradients[i]);
+          if (kIsWhole || query + vector * 8 + i < params.queries)
+            add_to_global(first + int64_t{vector * 8 + i} * params.keys, gradients[i]);
         }
       }
     };
-    if (query + kChunks * 8 <= params.queries) {
+    if (query + kVectors * 8 <= params.queries) {
       add.template operator()<true>();
     } else {
       add.template operator()<false>();

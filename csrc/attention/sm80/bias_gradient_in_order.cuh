@@ -88,17 +88,17 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
   // A quarter of the warps copies keys, another one queries, values, and gradients of outputs. A
   // thread copies a 16-byte vector of some rows. It computes again which, because registers are
   // few. What is not there was cleared.
-  constexpr int kCopiers = Memory::kThreads / 4, kChunks = KeyTile::kChunks;
-  constexpr int kRowsAtATime = kCopiers / kChunks;
+  constexpr int kCopiers = Memory::kThreads / 4, kVectors = KeyTile::kVectors;
+  constexpr int kRowsAtATime = kCopiers / kVectors;
   constexpr int kCopies = (kKeys > kQueries ? kKeys : kQueries) / kRowsAtATime;
   int copies = 0;
   {
     const int role = static_cast<int>(threadIdx.x) / kCopiers;
-    const int row = static_cast<int>(threadIdx.x) % kCopiers / kChunks;
+    const int row = static_cast<int>(threadIdx.x) % kCopiers / kVectors;
     const int columns = role < 2 ? params.head_dim : params.value_dim;
     const int rows = role % 2 == 0 ? min(params.keys - first_key, kKeys)
                                    : min(params.queries - first_query, kQueries);
-    if (static_cast<int>(threadIdx.x) % kChunks * KeyTile::kInChunk < columns)
+    if (static_cast<int>(threadIdx.x) % kVectors * KeyTile::kInVector < columns)
       copies = divide_up(max(rows - row, 0), kRowsAtATime);
   }
   const auto copy = [&](int member, int stage, bool is_first_half, bool is_second_half) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
     const int at = kLayout.stages + stage * kLayout.stage_bytes;
     const uint32_t memory = shared_address(shared_memory) + at;
     if (role < 2 ? is_first_half : is_second_half) {
-      const int first_row = thread % kCopiers / kChunks, chunk = thread % kChunks;
+      const int first_row = thread % kCopiers / kVectors, vector = thread % kVectors;
       const T* row;
       int64_t step;
       uint32_t tile = memory;
@@ -123,11 +123,11 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
       if (role == 1) find(params.query, head, first_query, kLayout.queries);
       if (role == 2) find(params.value, key_head, first_key, kLayout.values);
       if (role == 3) find(params.output_gradient, head, first_query, kLayout.gradients);
-      row += first_row * step + chunk * KeyTile::kInChunk;
+      row += first_row * step + vector * KeyTile::kInVector;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         if (i < copies)
-          start_copy(tile + KeyTile::offset(first_row + i * kRowsAtATime, chunk), row);
+          start_copy(tile + KeyTile::offset(first_row + i * kRowsAtATime, vector), row);
         row += kRowsAtATime * step;
       }
     }

@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
 
   // A lane copies the same 16-byte vector of every n-th row of keys and of values.
   const uint32_t ring = shared_address(shared_memory) + warp * kStages * kLayout.stage_bytes;
-  constexpr int kRowsAtATime = 32 / Rows::kChunks;
-  const int first_of_lane = lane / Rows::kChunks, column_of_lane = lane % Rows::kChunks * 8;
+  constexpr int kRowsAtATime = 32 / Rows::kVectors;
+  const int first_of_lane = lane / Rows::kVectors, column_of_lane = lane % Rows::kVectors * 8;
   const auto source_of = [&](const Strided& tensor) {
     return tensor.row<const T>(batch, key_head, begin + warp * kDecodeKeys + first_of_lane) +
            column_of_lane;

@@ -122,11 +122,11 @@ template <class T>
 __global__ void __launch_bounds__(256)
     attention_query_gradient_kernel(const __grid_constant__ AttentionBackwardParams params) {
   if (!kIsAmpere) return;
-  const int chunks = params.head_dim / 8;
+  const int vectors = params.head_dim / 8;
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (i >= params.rows() * chunks) return;
-  const int64_t row = i / chunks, of_head = row / params.queries;
-  const int column = static_cast<int>(i - row * chunks) * 8;
+  if (i >= params.rows() * vectors) return;
+  const int64_t row = i / vectors, of_head = row / params.queries;
+  const int column = static_cast<int>(i - row * vectors) * 8;
   const int query = static_cast<int>(row - of_head * params.queries);
   const float* const sums = params.query_gradient_sum + row * params.head_dim + column;
   float values[8];

@@ -14,27 +14,27 @@ template <class T, int kRows_, int kColumns_>
 struct Tile {
   using Element = T;
   static constexpr int kRows = kRows_, kColumns = kColumns_;
-  static constexpr int kElementBytes = sizeof(T), kInChunk = kPackElements<T>;
-  static constexpr int kChunks = kColumns / kInChunk, kRowBytes = kColumns * kElementBytes;
-  static_assert(sizeof(T) == 2 || kChunks >= 8);
+  static constexpr int kElementBytes = sizeof(T), kInVector = kPackElements<T>;
+  static constexpr int kVectors = kColumns / kInVector, kRowBytes = kColumns * kElementBytes;
+  static_assert(sizeof(T) == 2 || kVectors >= 8);
   static constexpr int kBytes = kRows * kRowBytes;
 
   uint32_t address;  // a multiple of kRowBytes
 
   // The offset of a 16-byte vector, in bytes.
-  __device__ static uint32_t offset(int row, int chunk) {
+  __device__ static uint32_t offset(int row, int vector) {
     if constexpr (sizeof(T) == 4) {
-      // Two neighbouring chunks of rows 0 to 3, 4 to 7, of the even rows and of the odd ones lie in
-      // different banks, too: these are what a lane loads word by word.
+      // Two neighbouring vectors of rows 0 to 3, 4 to 7, of the even rows and of the odd ones lie
+      // in different banks, too: these are what a lane loads word by word.
       const int turn = (row & 2) << 1 | ((row ^ row >> 2) & 1) << 1 | (row >> 2 & 1);
-      return row * kRowBytes + (chunk ^ turn) * 16;
+      return row * kRowBytes + (vector ^ turn) * 16;
     }
-    const int turn = kChunks >= 8 ? row & 7 : row >> 1 & 3;
-    return row * kRowBytes + (chunk ^ turn) * 16;
+    const int turn = kVectors >= 8 ? row & 7 : row >> 1 & 3;
+    return row * kRowBytes + (vector ^ turn) * 16;
   }
   // The offset of an element.
   __device__ static uint32_t place(int row, int column) {
-    return offset(row, column / kInChunk) + column % kInChunk * kElementBytes;
+    return offset(row, column / kInVector) + column % kInVector * kElementBytes;
   }
 
   // Starts to copy rows, by the threads of a block, or by as many of them from thread 0 on. What
@@ -42,14 +42,14 @@ struct Tile {
   template <int kThreads>
   __device__ void start_copy(const T* source, int64_t row_stride, int rows, int columns,
                              int thread = thread_index_anew()) const {
-    constexpr int kRowsAtATime = kThreads / kChunks;
+    constexpr int kRowsAtATime = kThreads / kVectors;
     static_assert(kRows % kRowsAtATime == 0);
-    const int chunk = thread % kChunks, first = thread / kChunks;
-    const T* row = source + first * row_stride + chunk * kInChunk;
+    const int vector = thread % kVectors, first = thread / kVectors;
+    const T* row = source + first * row_stride + vector * kInVector;
     // One offset serves all rows if the swizzle repeats.
     const auto place_of = [&](int i) {
-      return address + (kRowsAtATime % 8 == 0 ? offset(first, chunk) + i * kRowsAtATime * kRowBytes
-                                              : offset(first + i * kRowsAtATime, chunk));
+      return address + (kRowsAtATime % 8 == 0 ? offset(first, vector) + i * kRowsAtATime * kRowBytes
+                                              : offset(first + i * kRowsAtATime, vector));
     };
     if (rows >= kRows && columns >= kColumns) {
 #pragma unroll
@@ -59,7 +59,7 @@ struct Tile {
       }
       return;
     }
-    const int bytes = min(max(columns - chunk * kInChunk, 0), kInChunk) * kElementBytes;
+    const int bytes = min(max(columns - vector * kInVector, 0), kInVector) * kElementBytes;
 #pragma unroll
     for (int i = 0; i < kRows / kRowsAtATime; ++i) {
       const bool is_inside = first + i * kRowsAtATime < rows && bytes > 0;
@@ -117,7 +117,7 @@ struct FragmentsAcross : Fragments<Tile> {
 template <class Tile, bool kIsDown, bool kArePairs>
 struct TransposedWords {
   static constexpr int kSecond = kArePairs ? 1 : 4;       // rows further
-  static constexpr uint32_t kTurn = kArePairs ? 32 : 48;  // its chunk lies elsewhere in its row
+  static constexpr uint32_t kTurn = kArePairs ? 32 : 48;  // its vector lies elsewhere in its row
 
   uint32_t address;
 
@@ -176,10 +176,10 @@ __device__ inline void store_to_tile(char* tile, int first_row, const float (&re
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + mine.row + row_offset(0, 2 * half);
-      const int first_chunk = (first_column + n * 8) / Tile::kInChunk;
-      const int in_chunk = mine.column % Tile::kInChunk * Tile::kElementBytes;
+      const int first_vector = (first_column + n * 8) / Tile::kInVector;
+      const int in_vector = mine.column % Tile::kInVector * Tile::kElementBytes;
       *reinterpret_cast<Pair<typename Tile::Element>*>(
-          tile + Tile::offset(row, first_chunk + mine.column / Tile::kInChunk) + in_chunk) =
+          tile + Tile::offset(row, first_vector + mine.column / Tile::kInVector) + in_vector) =
           round(results[n][2 * half], results[n][2 * half + 1], half);
     }
   }
@@ -192,18 +192,18 @@ template <class T, class Tile, int kN>
 __device__ inline void store_rows(char* tile, int warp_row, const float (&results)[kN][4],
                                   const float (&factors)[2], T* tensor, int64_t row_stride,
                                   int rows, int columns, int first_column = 0) {
-  constexpr int kInChunk = Tile::kInChunk, kChunks = kN * 8 / kInChunk;
+  constexpr int kInVector = Tile::kInVector, kVectors = kN * 8 / kInVector;
   store_to_tile<Tile>(tile, warp_row, results, first_column,
                       [&](float first, float second, int half) {
                         return round_pair<T>(first * factors[half], second * factors[half]);
                       });
   __syncwarp();
 #pragma unroll
-  for (int i = thread_index_anew() % 32; i < 16 * kChunks; i += 32) {
-    const int row = warp_row + i / kChunks, chunk = first_column / kInChunk + i % kChunks;
-    if (row < rows && chunk * kInChunk < columns)
-      *reinterpret_cast<uint4*>(tensor + row * row_stride + chunk * kInChunk) =
-          *reinterpret_cast<const uint4*>(tile + Tile::offset(row, chunk));
+  for (int i = thread_index_anew() % 32; i < 16 * kVectors; i += 32) {
+    const int row = warp_row + i / kVectors, vector = first_column / kInVector + i % kVectors;
+    if (row < rows && vector * kInVector < columns)
+      *reinterpret_cast<uint4*>(tensor + row * row_stride + vector * kInVector) =
+          *reinterpret_cast<const uint4*>(tile + Tile::offset(row, vector));
   }
 }
 

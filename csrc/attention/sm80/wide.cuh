@@ -44,12 +44,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   // Queries. Beyond rows and columns they are 0.
   const int panels = divide_up(params.head_dim, 64);
   for (int i = thread; i < kWideRows * panels * 8; i += kWideThreads) {
-    const int row = i % kWideRows, chunk = i / kWideRows;
+    const int row = i % kWideRows, vector = i / kWideRows;
     const DecodeRow place(params, key_head, first_row + row);
     const T* const source = params.query.row<const T>(batch, place.head, place.query);
-    const bool is_inside = place.is_row && chunk * 8 < params.head_dim;
-    start_copy_of(memory + chunk / 8 * QueryPanel::kBytes + QueryPanel::offset(row, chunk % 8),
-                  is_inside ? source + chunk * 8 : source, is_inside ? 16 : 0);
+    const bool is_inside = place.is_row && vector * 8 < params.head_dim;
+    start_copy_of(memory + vector / 8 * QueryPanel::kBytes + QueryPanel::offset(row, vector % 8),
+                  is_inside ? source + vector * 8 : source, is_inside ? 16 : 0);
   }
 
   // What the rows of a lane see, and the part of this split of the keys that any row sees.
@@ -85,14 +85,14 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const auto start_copy = [&](int step) {
     const int key = begin + step * kWideKeys;
     if (makes_weights || key >= end) return;
-    const int row = (thread - 32 * kM) / kLanesOfRow, first_chunk = thread % kLanesOfRow;
+    const int row = (thread - 32 * kM) / kLanesOfRow, first_vector = thread % kLanesOfRow;
     const bool is_key = key + row < params.keys;
     const auto copy = [&](uint32_t shared, const Strided& tensor, int columns) {
       const T* const source = tensor.row<const T>(batch, key_head, is_key ? key + row : key);
-      for (int chunk = first_chunk; chunk < divide_up(columns, 64) * 8; chunk += kLanesOfRow) {
-        const bool is_inside = is_key && chunk * 8 < columns;
-        start_copy_of(shared + chunk / 8 * KeyPanel::kBytes + KeyPanel::offset(row, chunk % 8),
-                      is_inside ? source + chunk * 8 : source, is_inside ? 16 : 0);
+      for (int vector = first_vector; vector < divide_up(columns, 64) * 8; vector += kLanesOfRow) {
+        const bool is_inside = is_key && vector * 8 < columns;
+        start_copy_of(shared + vector / 8 * KeyPanel::kBytes + KeyPanel::offset(row, vector % 8),
+                      is_inside ? source + vector * 8 : source, is_inside ? 16 : 0);
       }
     };
     copy(keys_of(step), key_rows, params.head_dim);

@@ -43,14 +43,14 @@ template <class T>
 struct PartOfRows {
   static constexpr int kLanes = 16;
 
-  int chunk, row;
+  int vector, row;
 
   __device__ PartOfRows()
-      : chunk(thread_index_anew() % kLanes), row(thread_index_anew() % 32 / kLanes) {}
+      : vector(thread_index_anew() % kLanes), row(thread_index_anew() % 32 / kLanes) {}
   // The place of a lane in a row of the gradient, or null beyond the keys.
   __device__ Pack<T>* in_gradient(const AttentionBackwardParams& params, int64_t number,
                                   int first_key) const {
-    const int key = first_key + 8 * chunk;
+    const int key = first_key + 8 * vector;
     return key < params.keys ? reinterpret_cast<Pack<T>*>(static_cast<T*>(params.bias_gradient) +
                                                           number * params.keys + key)
                              : nullptr;

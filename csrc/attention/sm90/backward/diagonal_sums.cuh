@@ -55,9 +55,9 @@ struct SumsOfDiagonals {
         uint32_t loaded[kFours][4];
 #pragma unroll
         for (int j = begin; j < end; ++j) {
-          const uint32_t chunk = (4 * (four + j) + i + block) % 16;
+          const uint32_t vector = (4 * (four + j) + i + block) % 16;
           uint32_t from =
-              first_of_row + j * 4096 + chunk / 8 * kPanelBytes + (chunk % 8 ^ row) * 16;
+              first_of_row + j * 4096 + vector / 8 * kPanelBytes + (vector % 8 ^ row) * 16;
           // The last key is in these blocks.
           if (four + j == 3 && (i + block >= 4) != is_behind) from = zeros;
           load_matrices(loaded[j], from);

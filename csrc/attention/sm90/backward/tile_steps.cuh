@@ -15,8 +15,8 @@ __device__ __forceinline__ void store_sums(char* panel, const float (&results)[k
   const int warp = thread_index_anew() / 32 % 4;
   // Odd rows take columns in another order, 16 apart. Otherwise two rows would meet in one bank.
   const bool is_odd = mine.row % 2 != 0;
-  const int chunk = (is_odd ? 4 : 0) ^ mine.column / 4 ^ mine.row;
-  const int first = (warp * 16 + mine.row) * 128 + chunk * 16 + mine.column % 4 * 4;
+  const int vector = (is_odd ? 4 : 0) ^ mine.column / 4 ^ mine.row;
+  const int first = (warp * 16 + mine.row) * 128 + vector * 16 + mine.column % 4 * 4;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
 #pragma unroll
