@@ -4,11 +4,11 @@
 
 transformers gives such functions the masks of flash-attn: a padding mask or none, since causality,
 windows and packed sequences are arguments. Only for names with "flash" does it keep the mask of a
-static cache, and refuse masks of chunks. Without the mask, unused entries of the cache count. A
-model that takes certain flash kernels alone, such as GPT-OSS, takes "org/repo:attention_forward",
-with other caches. Where transformers asks the kernel for `flash_attn_forward` by itself, masks are
-those of SDPA. `megasoftmax.integrations.transformers`, which is installed and registered, serves
-all caches and other masks too.
+static cache, and refuse masks of chunks. Without the mask, `position_ids` say which entries of the
+cache count. A model that takes certain flash kernels alone, such as GPT-OSS, takes
+"org/repo:attention_forward". Where transformers asks the kernel for `flash_attn_forward` by itself,
+masks are those of SDPA. `megasoftmax.integrations.transformers`, which is installed and registered,
+serves other masks too.
 """
 
 from typing import Any
@@ -55,7 +55,9 @@ def attention_forward(
         softcap: refused.
         s_aux: [heads], a logit that joins the denominator.
         position_bias: broadcastable to [batch, heads, queries, keys], added to the scaled scores.
-        position_ids: [1, queries] of packed sequences, each of which begins at 0.
+        position_ids: [1, queries] of packed sequences, each of which begins at 0. With more keys
+            than queries and no mask: [1 or batch, queries], the place of each query's own key in a
+            static cache. Keys after it do not count.
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin, and the last ends.
         others: indices, block_indices, cache and sinks, which change the result, are refused unless
             None. The rest is not used.
@@ -74,7 +76,8 @@ def attention_forward(
             raise NotImplementedError(f"{name}: expected None, got {checks.kind(others[name])}")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-    mask, visible = None, None
+    mask: Tensor | None = None
+    visible: tuple[Tensor | None, Tensor | None] | None = None
     if attention_mask is not None and attention_mask.dim() == 4:
         if attention_mask.dtype != torch.bool:
             raise ValueError(f"attention_mask: expected a bool, got {attention_mask.dtype}")
@@ -96,6 +99,8 @@ def attention_forward(
     elif _may_be_packed(query, key, position_ids):
         assert position_ids is not None
         visible = ranges.segments((position_ids == 0).cumsum(-1))
+    elif causal and position_ids is not None and query.shape[2] < key.shape[2]:
+        visible, window = _written(position_ids, query, key, window)
     options: dict[str, Any] = {"mask": mask, "causal": causal, "window": window}
     options |= {"visible": visible, "sink": s_aux, "bias": position_bias}
     if dropout == 0:
@@ -113,6 +118,20 @@ def _may_be_packed(query: Tensor, key: Tensor, position_ids: Tensor | None) -> b
     if position_ids is None or position_ids.shape != (1, query.shape[2]):
         return False
     return query.shape[0] == 1 and 1 < query.shape[2] == key.shape[2]
+
+
+def _written(
+    position_ids: Tensor, query: Tensor, key: Tensor, window: tuple[int, int] | None
+) -> tuple[tuple[Tensor | None, Tensor], tuple[int, int] | None]:
+    """The keys up to each query's own, and the window that is left to apply.
+
+    Others of a static cache are not written yet. A cache that is longer than the window needs has a
+    key for each position. In a shorter one the last keys are those up to the last query's.
+    """
+    end = position_ids.to(torch.int32)[:, None] + 1
+    if window is None or key.shape[2] < window[0] + query.shape[2] + 1:
+        return (None, end), window
+    return (end - window[0] - 1, end), None
 
 
 # transformers 5.24 takes a kernel for one of attention if it finds this name.

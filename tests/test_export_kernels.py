@@ -308,20 +308,26 @@ def test_models_of_transformers_take_the_attention_function(exported, run):
 
 
 def test_a_static_cache_of_transformers(exported, run):
-    """Its unused entries do not count: transformers keeps the mask for a name with "flash"."""
+    """Its unused entries do not count. For a name with "flash", transformers keeps the mask."""
     script = """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).eval()
+    sizes |= dict(vocab_size=64)
     given = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
     given |= dict(cache_implementation="static", disable_compile=True, output_logits=True)
-    ids, logits = torch.randint(1, 64, (2, 9)), []
-    for implementation in ("eager", "org/fused:flash_attn_forward"):
-        model.set_attn_implementation(implementation)
-        found = model.generate(ids, **given, return_dict_in_generate=True)
-        logits.append(torch.stack(found.logits))
-    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
+    for model in (
+        LlamaForCausalLM(LlamaConfig(**sizes)),
+        MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=6)),
+    ):
+        ids, logits = torch.randint(1, 64, (2, 9)), []
+        for implementation in ("eager", "flash_attn_forward", "attention_forward"):
+            name = implementation if implementation == "eager" else f"org/fused:{implementation}"
+            model.set_attn_implementation(name)
+            found = model.eval().generate(ids, **given, return_dict_in_generate=True)
+            logits.append(torch.stack(found.logits))
+        for found in logits[1:]:
+            torch.testing.assert_close(found, logits[0], rtol=1e-3, atol=1e-4)
     """
     run(ALONE + OF_TRANSFORMERS + textwrap.dedent(script), exported)
 
@@ -351,10 +357,22 @@ def test_attention_function_of_a_kernel():
         given = {"position_bias": bias, "is_causal": False, "dropout": dropout}
         torch.testing.assert_close(call(torch.ones(1, 8), **given), wanted.transpose(1, 2))
     key, value = torch.randn(2, 1, 2, 9, 8).unbind(0)
+    whole = query, key, value
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     packed = call(cu_seq_lens_q=ends, cu_seq_lens_k=ends, sliding_window=3)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     torch.testing.assert_close(call(position_ids=positions, sliding_window=3), packed)
+    # A static cache with room for more keys, and one that a window trimmed.
+    written = megasoftmax.attention(
+        query[:, :, 3:5], key[:, :, :5], value[:, :, :5], causal=True, window=(2, 2)
+    )
+    query, place = query[:, :, 3:5], torch.tensor([[3, 4]])
+    found = call(position_ids=place, sliding_window=3)
+    torch.testing.assert_close(found, written.transpose(1, 2))
+    key, value = key[:, :, 1:5], value[:, :, 1:5]
+    found = call(position_ids=place, sliding_window=3)
+    torch.testing.assert_close(found, written.transpose(1, 2))
+    query, key, value = whole
     query, key, value = (each[:, :, 4:] for each in (query, key, value))
     torch.testing.assert_close(call(sliding_window=3), packed[:, 4:])
     with pytest.raises(NotImplementedError, match="softcap: expected None, got 30"):
