@@ -98,7 +98,7 @@ def cases():
             "attention in turns",
             takes_turns,
             dtype=DTYPES,
-            dim=(32, *(dim for dim in HOPPER_DIMS if dim <= 128)),
+            dim=tuple(dim for dim in HOPPER_DIMS if dim <= 128),
             bias=("none", "shared", "relative"),
         ),
         *product("attention wide", dtype=("fp16", "bf16"), has_bias=(False, True)),
@@ -607,6 +607,8 @@ ATTENTION_SIZES = (
 # In brief. Hopper's kernels have two stages of copies: only a third tile of keys, forward, or of up
 # to 128 queries, backward, takes the place of one that was read. The first sizes run without mask
 # and dropout, which have kernels of their own. So have up to 64 keys, of the portable ones.
+# Small head dimensions run on Hopper where they fill most of its tiles.
+FILLING_SIZES = ((380, 376),)
 BRIEF_ATTENTION_SIZES = {
     "own": ((300, 257), (300, 300), (70, 33)),
     "portable": ((70, 72), (65, 40), (7, 33), (40, 72)),
@@ -643,6 +645,11 @@ def attention(given, kernels, **options):
     """Forward and backward."""
     sizes = given.sizes(ATTENTION_SIZES, BRIEF_ATTENTION_SIZES[kernels])
     if kernels == "own":  # they take no broadcast dimensions, and a bias whose rows are aligned
+        sizes = (
+            (*sizes, *FILLING_SIZES)
+            if options["dim"] <= LIMITS.attention["kSmallHeadDim"]
+            else sizes
+        )
         given.layouts = itertools.cycle(each for each in LAYOUTS if each != "broadcast")
         if options["bias"] in TILE_BIASES:
             given.layouts = itertools.cycle(("exact", "padded"))
@@ -713,7 +720,10 @@ def takes_turns(dtype, dim, **_):
 def attention_in_turns(given, dtype, dim, bias):
     """So many heads that blocks of keys take turns in deterministic mode; Hopper's kernels too."""
     batches, heads = 150, 2
-    for queries, keys in given.sizes(((70, 200), (140, 264)), ((70, 200),)):
+    sizes = given.sizes(((70, 200), (140, 264)), ((70, 200),))
+    for queries, keys in (
+        (*sizes, *FILLING_SIZES) if dim == LIMITS.attention["kSmallHeadDim"] else sizes
+    ):
         query, key, value, output_gradient = (
             given.floats(batches, heads, length, dim, dtype=DTYPES[dtype], layout="exact")
             for length in (queries, keys, keys, queries)

@@ -375,7 +375,7 @@ def test_attention_that_drops_nearly_all_is_not_fused(device):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(
-    "bias", [None, (1, 4, 300, 304), (2, 4, 300, 304), (2, 1, 300, 304), (4, 603)], ids=str
+    "bias", [None, (1, 4, 380, 376), (2, 4, 380, 376), (2, 1, 380, 376), (4, 755)], ids=str
 )
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
@@ -389,7 +389,7 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
         loss = (output.float() * (1 - dropout)).sin().sum()
         return output, *torch.autograd.grad(loss, inputs)
 
-    sizes = [(2, 4, 300, dim), (2, 2, 304, dim), (2, 2, 304, dim), *([bias] if bias else [])]
+    sizes = [(2, 4, 380, dim), (2, 2, 376, dim), (2, 2, 376, dim), *([bias] if bias else [])]
     inputs = [
         normal(*size, device="cuda", dtype=torch.bfloat16, seed=i).requires_grad_()
         for i, size in enumerate(sizes)

@@ -43,7 +43,7 @@ def test_every_launch_of_a_regime_is_forced_or_chosen(direction):
 
 
 def test_attention_without_a_bias_runs_on_all_kinds_of_kernels():
-    of_halves = {32: "portable", 64: "portable own", 96: "own"}
+    of_halves = {32: "portable own", 64: "portable own", 96: "own"}
     of_halves |= dict.fromkeys((128, 256), "portable own small")
     of_floats = {32: "portable", 64: "portable small", 128: "portable small", 256: ""}
     mine = [dict(case.options) for case in CASES if case.family == "attention"]

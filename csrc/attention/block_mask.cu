@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(kBlockMaskThreads)
   if (is_mixed) atomicOr(words + layout.mixed_by_query() + by_query, 1u << key_tile % 32);
 }
 
-// Of a mask that excludes the same keys of all queries: a warp looks at 64 keys, and writes them
-// for all tiles of queries.
+// For a mask of keys, which all queries share, a warp reads 64 keys and writes their bits for every
+// tile of queries.
 __global__ void __launch_bounds__(kBlockMaskThreads)
     attention_block_mask_of_keys_kernel(const __grid_constant__ AttentionParams params, int batches,
                                         int heads) {

@@ -462,7 +462,7 @@ class ExcludedOfTile {
   __device__ bool has_ranges() const { return has_ranges_; }
   // masked_of(panel, half): the bits of a key, as in Masked. sees_all(panel): whether all queries
   // of a panel see all keys of the warp, by range. range_of(column): what a query sees.
-  // `finds_bits`: unless there are none, or the caller looks at them.
+  // `finds_bits`: whether the mask has bits that the caller does not look at itself.
   template <class MaskedOf, class SeesAll, class RangeOf>
   __device__ __forceinline__ void find(Panels& excluded, int head, int query, bool finds_bits,
                                        MaskedOf&& masked_of, SeesAll&& sees_all,

@@ -83,8 +83,8 @@ constexpr bool shares_registers(const Tile& tile) {
   return 128 * (tile.copier_registers + tile.warpgroups * tile.registers) <=
          tile.threads() * registers;
 }
-// Up to kSmallHeadDim the portable kernels are faster than Hopper's where a launch fills less than
-// so many percent of the latter's tiles.
+// Up to kSmallHeadDim the portable kernels are faster where a launch fills less than kFilledPercent
+// of Hopper's tiles.
 inline constexpr int kSmallHeadDim = 32, kFilledPercent = 75;
 // Blocks are persistent if a tile of queries sees at most this many tiles of keys: a block takes
 // several tiles, and the next one starts while the last one ends. With longer tiles one block a

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import megasoftmax
 from megasoftmax.check.draws import Data, NotFusedError
 
 PATIENCE = 300.0  # seconds for one configuration; a process that takes longer is ended
@@ -211,6 +212,8 @@ def _work(
 ) -> None:
     """What a process of its own does; it ends when a fault has made its GPU unusable."""
     torch.set_num_threads(threads)
+    if device == "cuda":  # loads the kernels, which is not in the time
+        megasoftmax.softmax(torch.zeros(1, 1, device=device), fused=True)
     for message in suite.turns(families, device, seconds, itertools.count(first)):
         connection.send(message)
         if isinstance(message, Outcome) and message.has_failed and device == "cuda":

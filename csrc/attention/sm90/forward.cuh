@@ -72,6 +72,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   // Ping-pong at the products of queries and keys, once for each tile of keys, also those that a
   // warpgroup skips. So one warpgroup makes weights while another has products. Without it all make
   // weights at the same time, and then all wait for products.
+  // With a mask of keys all warpgroups see the same tiles.
   const bool skips_tiles =
       params.block_mask.words != nullptr && params.block_mask.layout.bit_rows != 1;
   const bool is_ping_pong = kMayPingPong && (kHasTile || !skips_tiles);

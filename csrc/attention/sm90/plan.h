@@ -44,35 +44,27 @@ constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bi
   return bias == HopperBias::kNone || !tile.is_wide();
 }
 
-// Whether a launch fills kFilledPercent of tiles of so many queries and keys.
-inline bool fills(const AttentionParams& params, int queries, int keys) {
-  const auto filled_part = [](int count, int of_tile) {
-    return static_cast<double>(count) / static_cast<double>(round_up<int64_t>(count, of_tile));
-  };
-  return params.queries > 0 &&
-         100 * filled_part(params.queries, queries) * filled_part(params.keys, keys) >=
-             kFilledPercent;
-}
-inline bool fills(const AttentionParams& params, const AttentionHopperTile& tile) {
-  return fills(params, tile.queries(), tile.keys);
-}
-inline bool fills(const AttentionParams& params, const AttentionHopperBackwardTile& tile) {
-  return fills(params, tile.queries, tile.keys());
-}
-
-// The first tile of a table that holds the head dimensions and takes the bias, or -1, also where
-// the portable kernels are faster.
+// The first tile of a table that holds the head dimensions and takes the bias, or -1.
 template <class TileShape, int kCount>
 int hopper_tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
   for (int index = 0; index < kCount; ++index) {
     const TileShape& tile = tiles[index];
-    if (tile.head_dim < params.head_dim || tile.value_dim < params.value_dim ||
-        !takes_bias(tile, hopper_bias(params)))
-      continue;
-    const bool is_small = std::max(tile.head_dim, tile.value_dim) <= kSmallHeadDim;
-    return is_small && !fills(params, tile) ? -1 : index;
+    if (tile.head_dim >= params.head_dim && tile.value_dim >= params.value_dim &&
+        takes_bias(tile, hopper_bias(params)))
+      return index;
   }
   return -1;
+}
+
+// Whether tiles of so many queries and keys are faster than those of the portable kernels.
+inline bool are_faster(const AttentionParams& params, int queries, int keys) {
+  const auto filled_part = [](int count, int of_tile) {
+    return static_cast<double>(count) / static_cast<double>(round_up<int64_t>(count, of_tile));
+  };
+  if (std::max(params.head_dim, params.value_dim) > kSmallHeadDim) return true;
+  return params.queries > 0 &&
+         100 * filled_part(params.queries, queries) * filled_part(params.keys, keys) >=
+             kFilledPercent;
 }
 
 // Whether Hopper's kernels take a launch.
@@ -120,20 +112,27 @@ inline int64_t hopper_blocks_of_heads(const AttentionParams& params,
          divide_up<int64_t>(params.heads_per_key_head.divisor, hopper_heads_of_block(params, tile));
 }
 
-// A row of kAttentionHopperTiles, or -1, also if the kernel for decoding is faster.
+// A row of kAttentionHopperTiles, or -1, also if other kernels are faster.
 inline int hopper_forward_tile(const AttentionParams& params) {
   const int tile = takes_hopper(params) ? hopper_tile_for(kAttentionHopperTiles, params) : -1;
-  if (tile < 0 || !takes_few_queries(params)) return tile;
+  if (tile < 0 ||
+      !are_faster(params, kAttentionHopperTiles[tile].queries(), kAttentionHopperTiles[tile].keys))
+    return -1;
+  if (!takes_few_queries(params)) return tile;
   const bool shares = hopper_heads_of_block(params, kAttentionHopperTiles[tile]) > 1;
   return shares && params.queries > kMostQueriesOfSharedRows ? tile : -1;
 }
 
-// A row of kAttentionHopperBackwardTiles, or -1.
+// A row of kAttentionHopperBackwardTiles, or -1, also if portable kernels are faster.
 inline int hopper_backward_tile(const AttentionBackwardParams& params) {
   if (!takes_hopper(params) || params.queries == 0 ||
       !takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries))
     return -1;
-  return hopper_tile_for(kAttentionHopperBackwardTiles, params);
+  const int tile = hopper_tile_for(kAttentionHopperBackwardTiles, params);
+  return tile >= 0 && are_faster(params, kAttentionHopperBackwardTiles[tile].queries,
+                                 kAttentionHopperBackwardTiles[tile].keys())
+             ? tile
+             : -1;
 }
 
 struct Sm90 {

@@ -49,7 +49,7 @@ struct HopperBackwardMemory {
   static_assert(kQueries % kMaskTile == 0 && kKeys % kMaskTile == 0);
   static_assert(takes_bias(kTile, kBias));
   static_assert(shares_registers(kTile));
-  // Each warpgroup makes 64 rows of dQ, and so many columns.
+  // A warpgroup computes 64 rows and kSumColumns columns of dQ.
   static constexpr int kSumColumns = kDim <= 32 ? 32 : 64;
   static_assert(kPanels * kQueryPanels == kWarpgroups);
 
