@@ -2,6 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_traced() -> bool:
@@ -33,6 +36,24 @@ def in_jit_trace() -> bool:
 def is_of_many_gradients(tensor: Tensor) -> bool:
     """Whether it stands for many: autograd vmaps a backward pass so with is_grads_batched."""
     return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+def may_overwrite(*tensors: Tensor | None) -> bool:
+    """Whether what is computed from tensors may be changed in place: on a CPU, where nobody sees it
+    and autograd records nothing, in reverse or forward mode."""
+    if is_traced() or forward_ad._current_level >= 0:
+        return False
+    is_recording = torch.is_grad_enabled()
+    return all(
+        tensor is None
+        or (
+            type(tensor) in _PLAIN
+            and tensor.is_cpu
+            and not (is_recording and tensor.requires_grad)
+            and not is_of_many_gradients(tensor)
+        )
+        for tensor in tensors
+    )
 
 
 def refuses_out(tensor: Tensor) -> bool:

@@ -959,18 +959,77 @@ def test_blocks_of_the_reference(
 def test_blocks_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference.attention, "BLOCK", 1000)
     sizes = []
-    exp = torch.exp
+    softmax = torch.softmax
 
-    def noted(values: Tensor) -> Tensor:
+    def noted(values: Tensor, dim: int, **options: Tensor) -> Tensor:
         sizes.append(values.numel())
-        return exp(values)
+        return softmax(values, dim, **options)
 
-    monkeypatch.setattr(torch, "exp", noted)
+    monkeypatch.setattr(torch, "softmax", noted)
     q, k, v = tensors("cpu", batch=3, heads=(4, 2), lengths=(90, 90))
     bias = RelativeBias(normal(4, 179, device="cpu"))
     megasoftmax.attention(q, k, v, bias=bias, causal=True, fused=False)
     assert max(sizes) <= 1000
     assert sum(sizes) == 3 * 4 * 90 * 90
+
+
+def _with_row(value: float) -> Tensor:
+    """A bias of random numbers, in which one row of a head is all `value`."""
+    bias = normal(4, 5, 7, device="cpu", seed=4)
+    bias[1, 2] = value
+    return bias
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale": -0.3},
+        {"scale": 0.0},
+        {"causal": True},
+        {"window": (1, 0)},
+        {"mask": coin(2, 1, 5, 7, device="cpu", odds=0.8)},
+        {"mask": torch.ones(5, 1, dtype=torch.bool).triu(), "sink": -INF},
+        *({"bias": _with_row(value)} for value in (0.0, -INF, INF, NAN)),
+        *({"bias": _with_row(-INF), "sink": sink} for sink in (-INF, 0.5, 90.0, INF)),
+        {"bias": normal(4, 11, device="cpu", seed=4), "causal": True},
+        {"bias": _with_row(-INF).double(), "window": (2, 1)},
+        {"bias": _with_row(-INF), "sink": torch.tensor([0.5, -INF, 9.0, INF])},
+        {"bias": _with_row(NAN), "mask": coin(5, 7, device="cpu"), "dropout": 0.4},
+        {"dropout": 0.4, "sink": 0.5},
+    ],
+)
+@pytest.mark.parametrize("key", [1.0, INF, NAN])
+@pytest.mark.parametrize("lengths", [(5, 7), (5, 0)])
+def test_in_place_or_not(
+    lengths: tuple[int, int], key: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference computes the same where it may change nothing in place."""
+    queries, keys = lengths
+    q, k, v = tensors("cpu", heads=(4, 2), lengths=lengths)
+    k[0, :, 3:4, 0] = key
+    names = ("bias", "sink")
+    learned = {name: each for name in names if isinstance(each := options.get(name), Tensor)}
+    if "bias" in learned:
+        is_table = learned["bias"].dim() == 2
+        learned["bias"] = learned["bias"][..., : queries + keys - 1 if is_table else keys]
+    options = options | {"seed": torch.tensor([7])}
+    if isinstance(options.get("mask"), Tensor):
+        options["mask"] = options["mask"][..., :keys]
+
+    def both_passes(may_overwrite: bool) -> list[Tensor]:
+        if not may_overwrite:
+            monkeypatch.setattr(reference.attention, "may_overwrite", lambda *tensors: False)
+        leaves = [each.clone().requires_grad_() for each in (q, k, v, *learned.values())]
+        given: dict[str, Any] = options | dict(zip(learned, leaves[3:], strict=True))
+        if "bias" in learned and is_table:
+            given["bias"] = RelativeBias(given["bias"])
+        output, lse = megasoftmax.attention(*leaves[:3], **given, return_lse=True, fused=False)
+        incoming = [normal(*each.shape, device="cpu", seed=5) for each in (output, lse)]
+        return [output, lse, *torch.autograd.grad((output, lse), leaves, incoming)]
+
+    found, expected = both_passes(may_overwrite=True), both_passes(may_overwrite=False)
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
 
 
 # Rows with nothing left

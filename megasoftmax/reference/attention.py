@@ -7,8 +7,9 @@ over the keys, in float32, or float64 for float64 queries, and P exactly 0 for e
 autograd. `autograd.attention` makes one differentiable function of any such pair.
 
 P exists for one block of batches, heads and queries at a time; the backward pass computes it again.
-A block is computed in plain torch without changes in place. So autograd and vmap work on it, and
-the backward function is differentiable itself, as often as wanted.
+Where autograd records what is computed, or a transform or tracer sees it, nothing is changed in
+place. So autograd and vmap work on a block, and the backward function is differentiable itself, as
+often as wanted. Elsewhere, on a CPU, one buffer holds z and then P, and another dP and then dz.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,17 +20,21 @@ import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
 
-from megasoftmax.reference.dropout import dropped, kept
+from megasoftmax.reference.dropout import drop_, dropped, kept
 from megasoftmax.reference.softmax import (
     accumulation_dtype,
     arguments_of,
+    clear_,
+    exclude_,
     excluded_by_ranges,
     excluded_by_window,
     largest_of_rows,
     sink_gradient_of_rows,
     sink_logit,
     union,
+    upper_limits,
 )
+from megasoftmax.tracing import may_overwrite
 
 # The most logits of a block, 16 MiB, if those of one query and the heads that share a key head fit.
 # On a CPU 64 MiB took 1.7 times as long, because more memory is touched for the first time.
@@ -96,10 +101,12 @@ def attention_forward(
         *(sink, sink_value, relative, first, end, note, block, dropout, seed, tf32),
     )
     compute = accumulation_dtype(query.dtype)
+    in_place = may_overwrite(query, key, value, bias, sink)
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:
-        p, largest, relative_lse, lse = _weights(block, given, compute)
-        output = _times(_dropped(p, _kept(block, given), given), block.value.to(compute))
+        p, largest, relative_lse, lse = _weights(block, given, compute, in_place)
+        weights = _dropped(p, _kept(block, given), given, in_place)
+        output = _times(weights, block.value.to(compute))
         return output, torch.stack([largest, relative_lse, lse], -1)
 
     with _full_precision(query.device.type):
@@ -166,9 +173,10 @@ def attention_backward(
         *(sink, sink_value, relative, first, end, note, block, dropout, seed, tf32),
     )
     compute = accumulation_dtype(query.dtype)
+    in_place = may_overwrite(query, key, value, bias, sink, output, d_output, d_lse)
 
     def backward(block: _Block) -> tuple[Tensor, ...]:
-        p, _, _, lse = _weights(block, given, compute)
+        p, _, _, lse = _weights(block, given, compute, in_place)
         assert block.d_output is not None
         assert block.output is not None
         g = block.d_output.to(compute)
@@ -176,11 +184,11 @@ def attention_backward(
         if block.d_lse is not None:
             d = d - block.d_lse
         keep = _kept(block, given)
-        dp = _dropped(_times(g, block.value.to(compute).mT), keep, given)
-        dz = torch.where(p == 0, 0, p * (dp - d.unsqueeze(-1)))
+        dp = _dropped(_times(g, block.value.to(compute).mT), keep, given, in_place)
+        dz = _gradient_of_logits(dp, d, p, in_place)
         d_query = scale * _times(dz, block.key.to(compute))
         d_key = scale * _summed_times(dz, block.query.to(compute), block.key.shape[1])
-        d_value = _summed_times(_dropped(p, keep, given), g, block.key.shape[1])
+        d_value = _summed_times(_dropped(p, keep, given, in_place), g, block.key.shape[1])
         d_bias, d_sink = d.new_empty(0), d.new_empty(0)
         if bias_gradient:
             assert block.bias is not None
@@ -349,41 +357,77 @@ def _joined(
 
 
 def _weights(
-    block: _Block, given: Any, compute: torch.dtype
+    block: _Block, given: Any, compute: torch.dtype, in_place: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """P [b, h, m, n]; of each row, [b, h, m], the largest z, 0 where no key is visible; the
-    logarithm of the denominator relative to it; and the log-sum-exp."""
+    logarithm of the denominator relative to it; and the log-sum-exp.
+
+    in_place: makes one buffer of the size of P, and is not differentiable.
+    """
     queries, keys = block.query.shape[2], block.key.shape[2]
-    z = given.scale * _times(block.query.to(compute), block.key.to(compute).mT)
-    if block.bias is not None and z.numel() > 0:
-        bias = _bias_of_pairs(block).unsqueeze(1)
-        z = (_by_entry(z, block.bias) + bias).flatten(0, 1).to(compute)
+    z = _logits(block, given, compute, in_place)
     window = (given.causal, given.window_left, given.window_right)
     excluded = union(
         _mask_of_pairs(block),
         excluded_by_window(queries, keys, *window, z.device, block.diagonal),
         excluded_by_ranges(block.first, block.end, keys),
     )
-    if excluded is not None:
+    limits = None
+    if excluded is not None and in_place:
+        limits = upper_limits(excluded, compute)
+        exclude_(z, limits)
+    elif excluded is not None:
         z = z.masked_fill(excluded, -torch.inf)
 
     logit = sink_logit(block.sink, given.sink_value, compute, z.device)
     largest = largest_of_rows(z.detach(), -torch.inf)
+    empty = largest == -torch.inf
     highest = largest if logit is None else torch.maximum(largest, logit.detach())
     largest, highest = (each.masked_fill(each == -torch.inf, 0) for each in (largest, highest))
-    p = torch.exp(z - highest.unsqueeze(-1))
-    total = p.sum(-1)
-    if logit is not None:
-        total = total + torch.exp(logit - highest)
+    if in_place:  # the largest of these weights is 1 / sum exp(z - largest)
+        p = torch.softmax(z, -1, out=z)
+        of_keys = (torch.exp(largest - highest) / largest_of_rows(p, 1)).masked_fill_(empty, 0)
+    else:
+        p = torch.exp(z - highest.unsqueeze(-1))
+        of_keys = p.sum(-1)
+    total = of_keys if logit is None else of_keys + torch.exp(logit - highest)
     nothing = total == 0
     divisor = total
-    if excluded is not None or block.bias is not None or logit is not None:
+    can_be_empty = excluded is not None or block.bias is not None or logit is not None
+    if can_be_empty:
         divisor = total.masked_fill(nothing, 1)
-    p = p / divisor.unsqueeze(-1)
-    if excluded is not None:  # in rows of NaN, too
+    if not in_place:
+        p = p / divisor.unsqueeze(-1)
+    elif can_be_empty:
+        if empty.any().item():
+            p.masked_fill_(empty.unsqueeze(-1), 0)
+        if logit is not None:  # NaN makes an empty row NaN, too
+            p.mul_((of_keys / divisor).unsqueeze(-1))
+    if limits is not None:  # in rows of NaN, too
+        clear_(p, keep=limits)
+    elif excluded is not None:
         p = p.masked_fill(excluded, 0)
     log_total = divisor.log().masked_fill(nothing, -torch.inf)
     return p, largest, log_total + (highest - largest), log_total + highest
+
+
+def _logits(block: _Block, given: Any, compute: torch.dtype, in_place: bool) -> Tensor:
+    """z [b, h, m, n], of excluded keys too."""
+    z = _times(block.query.to(compute), block.key.to(compute).mT)
+    if block.bias is None or z.numel() == 0:
+        return torch.mul(z, given.scale, out=z if in_place else None)
+    bias, by_entry = _bias_of_pairs(block).unsqueeze(1), _by_entry(z, block.bias)
+    out = by_entry if in_place else None
+    return torch.add(bias, by_entry, alpha=given.scale, out=out).flatten(0, 1).to(compute)
+
+
+def _gradient_of_logits(dp: Tensor, d: Tensor, p: Tensor, in_place: bool) -> Tensor:
+    """dz = P (dP - D), exactly 0 where P is; in place of dP."""
+    if not in_place:
+        return torch.where(p == 0, 0, p * (dp - d.unsqueeze(-1)))
+    dp.sub_(d.unsqueeze(-1))
+    clear_(dp, keep=p)
+    return dp.mul_(p)
 
 
 def _kept(block: _Block, given: Any) -> Tensor | None:
@@ -398,8 +442,10 @@ def _kept(block: _Block, given: Any) -> Tensor | None:
     return kept(given.seed, given.dropout, number, block.first_query, queries, keys)
 
 
-def _dropped(weights: Tensor, keep: Tensor | None, given: Any) -> Tensor:
-    return weights if keep is None else dropped(weights, keep, given.dropout)
+def _dropped(weights: Tensor, keep: Tensor | None, given: Any, in_place: bool) -> Tensor:
+    if keep is None:
+        return weights
+    return (drop_ if in_place else dropped)(weights, keep, given.dropout)
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -467,7 +513,8 @@ def _first_entry(queries: int, keys: int, diagonal: int) -> int:
 
 def _gradient_of_bias(dz: Tensor, bias: Tensor, diagonal: int) -> Tensor:
     """The gradient of the bias, in its shape, from that of z, [b, h, m, n]."""
-    summed = _by_entry(dz, bias).sum(1)
+    by_entry = _by_entry(dz, bias)
+    summed = by_entry.squeeze(1) if by_entry.shape[1] == 1 else by_entry.sum(1)
     if bias.dim() == 4:
         return summed.sum_to_size(bias.shape)
     summed = summed.sum_to_size(*bias.shape[:2], *summed.shape[2:])

@@ -176,10 +176,9 @@ def softmax_forward(
     if bias is not None:
         z.add_(bias)
     highest = None
-    if excluded is not None:  # no branch per entry, which masked_fill_ has
-        highest = excluded.to(compute).sub_(0.5).mul_(-torch.inf)  # -inf where excluded, else inf
-        _clear_(z, keep=highest)
-        z.clamp_max_(highest)
+    if excluded is not None:
+        highest = upper_limits(excluded, compute)
+        exclude_(z, highest)
 
     if is_copied or return_lse:
         largest = largest_of_rows(z, -torch.inf)
@@ -206,7 +205,7 @@ def softmax_forward(
     if can_be_empty:
         probabilities.masked_fill_(empty.unsqueeze(-1), 0)
     if highest is not None:
-        _clear_(probabilities, keep=highest)
+        clear_(probabilities, keep=highest)
     if dropout > 0:
         assert seed is not None
         drop_(probabilities, kept_of_scores(seed, dropout, scores), dropout)
@@ -262,7 +261,7 @@ def softmax_backward(
     """
     compute = accumulation_dtype(dtype)
     p = probabilities.to(compute)
-    g = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as _clear_
+    g = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as clear_
     return _backward_(
         *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
         *(dtype, bias_gradient, sink_gradient),
@@ -287,7 +286,7 @@ def _backward_(
     if lse_gradient is not None:
         d -= lse_gradient
     dz.addcmul_(p, d.unsqueeze(-1), value=-1)
-    _clear_(dz, keep=p)  # d may be NaN
+    clear_(dz, keep=p)  # d may be NaN
 
     d_scores = (dz * scale if bias_gradient else dz.mul_(scale)).to(dtype).contiguous()
     d_bias = dz.new_empty(0)
@@ -348,7 +347,7 @@ def softmax_dropout_backward(
     keep = kept_of_scores(seed, dropout, scores)
     copy = gradient.to(p.dtype, copy=True, memory_format=torch.contiguous_format)
     g = drop_(copy, keep, dropout)
-    _clear_(g, keep=p)
+    clear_(g, keep=p)
     return _backward_(
         *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
         *(dtype, bias_gradient, sink_gradient),
@@ -525,7 +524,21 @@ def largest_of_rows(z: Tensor, of_nothing: float) -> Tensor:
     return z.amax(-1) if z.shape[-1] > 0 else z.new_full(z.shape[:-1], of_nothing)
 
 
-def _clear_(values: Tensor, keep: Tensor) -> None:
+def upper_limits(excluded: Tensor, dtype: torch.dtype) -> Tensor:
+    """-inf where excluded, else inf."""
+    return excluded.to(dtype).sub_(0.5).mul_(-torch.inf)
+
+
+def exclude_(z: Tensor, limits: Tensor) -> None:
+    """Sets logits to -inf, NaN too, where their `upper_limits` are -inf.
+
+    This has no branch per entry, as masked_fill_ has.
+    """
+    clear_(z, keep=limits)
+    z.clamp_max_(limits)
+
+
+def clear_(values: Tensor, keep: Tensor) -> None:
     """Sets values to 0, NaN too, where `keep` is not positive.
 
     This takes one pass, by the kernel of relu's gradient.
