@@ -224,7 +224,6 @@ def reasons_against_sdpa(
         _sdpa_scale(options.scale),
         *[Reason(*each) for each in options.beyond_sdpa()],
         *_sdpa_sizes(query, key, value),
-        None if bias is None else _sdpa_bias_gradient(bias),
         *(_sdpa_added(query, key, added) if added else ()),
     )
     return _given(found)
@@ -491,12 +490,6 @@ def _sdpa_sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Reason | Non
         None if value_dim == dim else Reason("head dimension of value", str(value_dim), str(dim)),
         Reason("sizes of query and keys", str(sizes), "at least 1") if 0 in sizes else None,
     )
-
-
-def _sdpa_bias_gradient(bias: Tensor) -> Reason | None:
-    if not bias.requires_grad or not torch.is_grad_enabled():
-        return None
-    return Reason("gradient of bias", "one that is required", "none")
 
 
 def _sdpa_added(

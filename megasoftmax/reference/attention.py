@@ -186,8 +186,9 @@ def attention_backward(
         keep = _kept(block, given)
         dp = _dropped(_times(g, block.value.to(compute).mT), keep, given, in_place)
         dz = _gradient_of_logits(dp, d, p, in_place)
-        d_query = scale * _times(dz, block.key.to(compute))
-        d_key = scale * _summed_times(dz, block.query.to(compute), block.key.shape[1])
+        d_query = _scaled(_times(dz, block.key.to(compute)), scale, in_place)
+        d_key = _summed_times(dz, block.query.to(compute), block.key.shape[1])
+        d_key = _scaled(d_key, scale, in_place)
         d_value = _summed_times(_dropped(p, keep, given, in_place), g, block.key.shape[1])
         d_bias, d_sink = d.new_empty(0), d.new_empty(0)
         if bias_gradient:
@@ -415,7 +416,7 @@ def _logits(block: _Block, given: Any, compute: torch.dtype, in_place: bool) -> 
     """z [b, h, m, n], of excluded keys too."""
     z = _times(block.query.to(compute), block.key.to(compute).mT)
     if block.bias is None or z.numel() == 0:
-        return torch.mul(z, given.scale, out=z if in_place else None)
+        return _scaled(z, given.scale, in_place)
     bias, by_entry = _bias_of_pairs(block).unsqueeze(1), _by_entry(z, block.bias)
     out = by_entry if in_place else None
     return torch.add(bias, by_entry, alpha=given.scale, out=out).flatten(0, 1).to(compute)
@@ -446,6 +447,10 @@ def _dropped(weights: Tensor, keep: Tensor | None, given: Any, in_place: bool) -
     if keep is None:
         return weights
     return (drop_ if in_place else dropped)(weights, keep, given.dropout)
+
+
+def _scaled(tensor: Tensor, scale: float, in_place: bool) -> Tensor:
+    return tensor.mul_(scale) if in_place else scale * tensor
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -488,7 +493,9 @@ def mask_of_blocks(blocks: Tensor, size: int, queries: int, keys: int) -> Tensor
 def _by_entry(logits: Tensor, bias: Tensor) -> Tensor:
     """Logits [bb, b / bb, h, m, n], by the entry of the bias that batches share."""
     entries = bias.shape[0]
-    return logits.unflatten(0, (entries, logits.shape[0] // max(entries, 1)))
+    batches, *others = logits.shape
+    # Not unflatten, which the vmap of autograd lacks.
+    return logits.view(entries, batches // max(entries, 1), *others)
 
 
 def _bias_of_pairs(block: _Block) -> Tensor:
