@@ -40,6 +40,10 @@ from megasoftmax.tracing import may_overwrite
 # On a CPU 64 MiB took 1.7 times as long, because more memory is touched for the first time.
 BLOCK = 2**22
 
+# The most of a block for each thread of a CPU, 4 MiB, which a cache holds: with one thread, calls
+# of 8 million logits take 0 to 15% less time than with BLOCK. Half of it took up to 8% more.
+BLOCK_OF_THREAD = 2**20
+
 
 def attention_forward(
     query: Tensor,
@@ -278,7 +282,7 @@ def _in_blocks(
     block: _Block,
     cuts: Callable[[_Block], Sequence[tuple[int, ...]]],
 ) -> Sequence[Tensor]:
-    """function(block), from blocks of at most BLOCK logits.
+    """function(block), from blocks of at most BLOCK logits, see `_cut`.
 
     Args:
         cuts: for each result, the dimensions along which results of parts are concatenated.
@@ -294,13 +298,16 @@ def _cut(block: _Block) -> tuple[int, list[_Block]] | None:
     """The dimension along which a block is cut, and its parts; None where it stays whole."""
     batches, heads, queries, _ = block.query.shape
     logits = batches * heads * queries * block.key.shape[-2]
-    if logits <= BLOCK:
+    most = BLOCK
+    if block.query.is_cpu and not torch.compiler.is_compiling():
+        most = min(BLOCK, BLOCK_OF_THREAD * torch.get_num_threads())
+    if logits <= most:
         return None
     entries = 1 if block.bias is None else block.bias.shape[0]
     units = (batches // entries if entries > 1 else 1, heads // block.key.shape[1], 1)
     for dim, (size, unit) in enumerate(zip(block.query.shape, units, strict=False)):
         if unit < size:
-            step = unit * max(1, BLOCK // (logits // size * unit))
+            step = unit * max(1, most // (logits // size * unit))
             starts = range(0, size, step)
             return dim, [_part(block, dim, i, min(step, size - i)) for i in starts]
     return None
