@@ -474,6 +474,8 @@ def _summed_times(weights: Tensor, rows: Tensor, heads: int) -> Tensor:
 
 def _by_key_head(rows: Tensor, heads: int) -> Tensor:
     """The query heads that share a key head become further queries of it."""
+    if rows.shape[1] == heads:
+        return rows
     # einops infers no size beside one of 0, such as that of no key heads.
     groups = rows.shape[1] // max(heads, 1)
     pattern = "b (heads groups) m x -> b heads (groups m) x"
