@@ -1026,7 +1026,9 @@ def test_in_place_or_not(
             given["bias"] = RelativeBias(given["bias"])
         output, lse = megasoftmax.attention(*leaves[:3], **given, return_lse=True, fused=False)
         incoming = [normal(*each.shape, device="cpu", seed=5) for each in (output, lse)]
-        return [output, lse, *torch.autograd.grad((output, lse), leaves, incoming)]
+        of_output = torch.autograd.grad(output, leaves, incoming[0], retain_graph=True)
+        of_both = torch.autograd.grad((output, lse), leaves, incoming)
+        return [output, lse, *of_output, *of_both]
 
     found, expected = both_passes(may_overwrite=True), both_passes(may_overwrite=False)
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-6)

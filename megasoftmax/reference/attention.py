@@ -12,6 +12,7 @@ place. So autograd and vmap work on a block, and the backward function is differ
 often as wanted. Elsewhere, on a CPU, one buffer holds z and then P, and another dP and then dz.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -108,10 +109,11 @@ def attention_forward(
     in_place = may_overwrite(query, key, value, bias, sink)
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:
-        p, largest, relative_lse, lse = _weights(block, given, compute, in_place)
+        p, statistics = _weights(block, given, compute, in_place)
+        assert statistics is not None
         weights = _dropped(p, _kept(block, given), given, in_place)
         output = _times(weights, block.value.to(compute))
-        return output, torch.stack([largest, relative_lse, lse], -1)
+        return output, torch.stack(statistics, -1)
 
     with _full_precision(query.device.type):
         output, statistics = _in_blocks(
@@ -180,7 +182,7 @@ def attention_backward(
     in_place = may_overwrite(query, key, value, bias, sink, output, d_output, d_lse)
 
     def backward(block: _Block) -> tuple[Tensor, ...]:
-        p, _, _, lse = _weights(block, given, compute, in_place)
+        p, statistics = _weights(block, given, compute, in_place, sink_gradient)
         assert block.d_output is not None
         assert block.output is not None
         g = block.d_output.to(compute)
@@ -199,7 +201,8 @@ def attention_backward(
             assert block.bias is not None
             d_bias = _gradient_of_bias(dz, block.bias, block.diagonal)
         if sink_gradient:
-            d_sink = sink_gradient_of_rows(block.sink, sink_value, lse, d)
+            assert statistics is not None
+            d_sink = sink_gradient_of_rows(block.sink, sink_value, statistics[2], d)
         return d_query, d_key, d_value, d_bias, d_sink
 
     def cuts(block: _Block) -> tuple[tuple[int, ...], ...]:
@@ -365,12 +368,13 @@ def _joined(
 
 
 def _weights(
-    block: _Block, given: Any, compute: torch.dtype, in_place: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    block: _Block, given: Any, compute: torch.dtype, in_place: bool, has_statistics: bool = True
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """P [b, h, m, n]; of each row, [b, h, m], the largest z, 0 where no key is visible; the
     logarithm of the denominator relative to it; and the log-sum-exp.
 
     in_place: makes one buffer of the size of P, and is not differentiable.
+    has_statistics: False may leave out what is known of rows.
     """
     queries, keys = block.query.shape[2], block.key.shape[2]
     z = _logits(block, given, compute, in_place)
@@ -392,8 +396,14 @@ def _weights(
     empty = largest == -torch.inf
     highest = largest if logit is None else torch.maximum(largest, logit.detach())
     largest, highest = (each.masked_fill(each == -torch.inf, 0) for each in (largest, highest))
-    if in_place:  # the largest of these weights is 1 / sum exp(z - largest)
+    can_be_empty = excluded is not None or block.bias is not None or logit is not None
+    if in_place:
         p = torch.softmax(z, -1, out=z)
+        if can_be_empty and empty.any().item():
+            p.masked_fill_(empty.unsqueeze(-1), 0)
+        if logit is None and not has_statistics:
+            return _cleared(p, excluded, limits), None
+        # The largest of these weights is 1 / sum exp(z - largest).
         of_keys = (torch.exp(largest - highest) / largest_of_rows(p, 1)).masked_fill_(empty, 0)
     else:
         p = torch.exp(z - highest.unsqueeze(-1))
@@ -401,22 +411,23 @@ def _weights(
     total = of_keys if logit is None else of_keys + torch.exp(logit - highest)
     nothing = total == 0
     divisor = total
-    can_be_empty = excluded is not None or block.bias is not None or logit is not None
     if can_be_empty:
         divisor = total.masked_fill(nothing, 1)
     if not in_place:
         p = p / divisor.unsqueeze(-1)
-    elif can_be_empty:
-        if empty.any().item():
-            p.masked_fill_(empty.unsqueeze(-1), 0)
-        if logit is not None:  # NaN makes an empty row NaN, too
-            p.mul_((of_keys / divisor).unsqueeze(-1))
-    if limits is not None:  # in rows of NaN, too
-        clear_(p, keep=limits)
-    elif excluded is not None:
-        p = p.masked_fill(excluded, 0)
+    elif logit is not None:  # NaN makes an empty row NaN, too
+        p.mul_((of_keys / divisor).unsqueeze(-1))
     log_total = divisor.log().masked_fill(nothing, -torch.inf)
-    return p, largest, log_total + (highest - largest), log_total + highest
+    statistics = largest, log_total + (highest - largest), log_total + highest
+    return _cleared(p, excluded, limits), statistics
+
+
+def _cleared(p: Tensor, excluded: Tensor | None, limits: Tensor | None) -> Tensor:
+    """P, 0 where excluded, in rows of NaN, too; in place where limits are given."""
+    if limits is not None:
+        clear_(p, keep=limits)
+        return p
+    return p if excluded is None else p.masked_fill(excluded, 0)
 
 
 def _logits(block: _Block, given: Any, compute: torch.dtype, in_place: bool) -> Tensor:
@@ -433,9 +444,10 @@ def _gradient_of_logits(dp: Tensor, d: Tensor, p: Tensor, in_place: bool) -> Ten
     """dz = P (dP - D), exactly 0 where P is; in place of dP."""
     if not in_place:
         return torch.where(p == 0, 0, p * (dp - d.unsqueeze(-1)))
-    dp.sub_(d.unsqueeze(-1))
-    clear_(dp, keep=p)
-    return dp.mul_(p)
+    dz = dp.sub_(d.unsqueeze(-1)).mul_(p)
+    if not math.isfinite(dz.sum().item()):  # 0 times what is not finite
+        clear_(dz, keep=p)
+    return dz
 
 
 def _kept(block: _Block, given: Any) -> Tensor | None:
