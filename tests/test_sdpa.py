@@ -1,7 +1,9 @@
 """attention on a CPU by torch's own scaled_dot_product_attention: which calls, what they give."""
 
+import gc
 import itertools
 import random
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -336,6 +338,37 @@ def test_learned_bias_that_is_not_finite(value, by_sdpa):
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
     assert found[4].masked_select(mask).eq(0).all()
     assert len(by_sdpa) == 1
+
+
+def test_learned_bias_keeps_no_pairs(by_sdpa):
+    """Torch's attention gets [batch, heads, m, n] of bias and mask. The backward pass does not."""
+    q, k, v = (each.requires_grad_() for each in tensors("cpu", heads=(2, 2), lengths=(70, 70)))
+    table = normal(2, 139, device="cpu", seed=4).requires_grad_()
+    mask = coin(2, 1, 1, 70, device="cpu")
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = megasoftmax.attention(q, k, v, bias=RelativeBias(table), mask=mask)
+    assert by_sdpa == [True]
+    assert max(kept) == output.untyped_storage().nbytes() < 4 * 2 * 2 * 70 * 70
+    output.sum().backward()
+    assert table.grad.isfinite().all()
+
+
+def test_output_and_graph_of_a_learned_bias_end_together(by_sdpa):
+    q, k, v = tensors("cpu")
+    bias = normal(5, 13, device="cpu", seed=4).requires_grad_()
+    gc.disable()
+    try:
+        output = weakref.ref(megasoftmax.attention(q, k, v, bias=bias))
+        assert output() is None
+    finally:
+        gc.enable()
+    assert by_sdpa == [True]
 
 
 def test_many_gradients_of_a_learned_bias(by_sdpa):

@@ -125,3 +125,14 @@ IN_FORWARD_MODE = function.why_only_without_kernels("attention")
 call, _ = function.differentiable(
     "Attention", FORWARD, function.plain_torch_only(REFERENCE, IN_FORWARD_MODE)
 )
+
+
+def reference_after(output: Tensor) -> function.Implementation:
+    """The reference, for one call without a log-sum-exp whose output is known.
+
+    Statistics are (0,), because the backward pass of the reference does not read them.
+    """
+    results = [(output, output.new_empty(0))]
+    # Taken out, because the autograd node keeps the implementation: output and node would keep each
+    # other.
+    return function.Implementation(lambda *args: results.pop(), attention_backward)

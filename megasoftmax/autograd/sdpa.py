@@ -9,9 +9,6 @@ may differ, so that the reference computes instead:
   16 keys and a NaN, for which these kernels return 0, and not NaN.
 * A gradient of the query that is not finite: gradients of scores are p (dp - D). For p = 0 that is
   NaN in these kernels if dp or D is not finite. It should be 0.
-
-Their backward pass has no gradient of what is added. The reference computes a backward pass that
-needs it.
 """
 
 import math
@@ -48,11 +45,9 @@ def added_to_scores(
 ) -> Tensor | None:
     """The bias, and -inf for what is excluded, [b or 1, h or 1, m, n]; None where neither is given.
 
-    It has the gradient of the bias.
-
     Args:
         query, key: [b, h, m, d], [b, hk, n, d].
-        bias: [b or 1, h or 1, m or 1, n or 1].
+        bias: [b or 1, h or 1, m or 1, n or 1], not differentiated.
         mask, causal, first, end: as in `attention_forward`.
         window: (left, right).
     """
@@ -64,7 +59,7 @@ def added_to_scores(
     )
     dtype = accumulation_dtype(query.dtype)
     if bias is not None:
-        added = bias.to(dtype)
+        added = bias.detach().to(dtype)
         if excluded is not None:
             added = torch.where(excluded, -torch.inf, added)
     elif excluded is not None:
@@ -98,17 +93,12 @@ def attention(
     ):
         # The output gets the strides of the query, and its rows must not overlap.
         query, key, value = query.contiguous(), _with_dense_rows(key), _with_dense_rows(value)
-    options = causal, scale
-    needs_gradient = (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (added is not None and added.requires_grad)
-    )
+    options = added, causal, scale
+    needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
     try:
         if needs_gradient and torch.is_grad_enabled():
-            return _apply(query, key, value, added, options)
-        return _forward(None, query, key, value, added, options)
+            return _apply(query, key, value, options)
+        return _forward(None, query, key, value, options)
     except _RulesDifferError:
         return None
 
@@ -128,11 +118,10 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        added: Tensor | None,
-        options: tuple[bool, float],
+        options: tuple[Tensor | None, bool, float],
     ) -> Tensor:
         """The output, in memory [b, m, h, d]; nothing is kept where ctx is None."""
-        causal, scale = options
+        added, causal, scale = options
         output, lse = _FORWARD(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
         if (added is not None or query.dtype in _HALVES) and not math.isfinite(lse.sum().item()):
             raise _RulesDifferError
@@ -152,24 +141,20 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor) -> Any:
         query, key, value, added, output, lse = ctx.saved_tensors
         causal, scale = ctx.parameters
-        learns_bias = ctx.needs_input_grad[3]
-        if not (
-            learns_bias or is_differentiated() or is_traced() or is_of_many_gradients(d_output)
-        ):
+        if not (is_differentiated() or is_traced() or is_of_many_gradients(d_output)):
             found = _BACKWARD(
                 *(d_output, query, key, value, output, lse, 0.0, causal),
                 attn_mask=added,
                 scale=scale,
             )
             if math.isfinite(found[0].sum(dtype=lse.dtype).item()):
-                return *found, None, None
+                return *found, None
         tensors = {"d_output": d_output, "query": query, "key": key, "value": value, "bias": added}
         results = {"output": output, "statistics": lse}
-        options = {"scale": scale, "causal": causal, "bias_gradient": learns_bias}
-        d_query, d_key, d_value, d_added, _ = attention_backward(
-            *plain(BackwardArguments, **tensors, **results, **options)
+        d_query, d_key, d_value, _, _ = attention_backward(
+            *plain(BackwardArguments, **tensors, **results, scale=scale, causal=causal)
         )
-        return d_query, d_key, d_value, d_added if learns_bias else None, None
+        return d_query, d_key, d_value, None
 
 
 _forward = _Attention.forward

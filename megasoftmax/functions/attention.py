@@ -1,5 +1,6 @@
 """Attention."""
 
+from contextlib import nullcontext
 from typing import Any, Literal, Never, cast, overload
 
 import torch
@@ -333,11 +334,16 @@ class AttentionCall(Call):
             result, lse = AttentionCall(*leading.merged(query, key, value, options)).run()
             lse = None if lse is None else leading.unmerged(lse, query)
             return leading.unmerged(result, query), lse
+        output = None
         if options.fused is None and query.is_cpu:
-            output = attention_by_sdpa(query, key, value, self.scale, options)
-            if output is not None:
+            with torch.no_grad() if (learns := self._learns_bias()) else nullcontext():
+                output = attention_by_sdpa(query, key, value, self.scale, options)
+            if output is not None and not learns:
                 return output, None
-        implementation = self.implementation()
+        if output is None:
+            implementation = self.implementation()
+        else:  # torch's attention has no gradient of a bias
+            implementation = autograd.attention.reference_after(output)
         operands = self.operands(implementation, key.shape[2])
         needs_gradient = torch.is_grad_enabled() and any(
             isinstance(each, Tensor) and each.requires_grad
@@ -347,6 +353,11 @@ class AttentionCall(Call):
             autograd.attention.call, implementation, needs_gradient, query, key, value, *operands
         )
         return output, statistics[2] if options.return_lse else None
+
+    def _learns_bias(self) -> bool:
+        bias = self.options.bias
+        table = bias.table if isinstance(bias, RelativeBias) else bias
+        return table is not None and table.requires_grad and torch.is_grad_enabled()
 
     def implementation(self) -> Implementation:
         """Who computes; raises where it must be kernels and cannot be."""
