@@ -14,7 +14,7 @@ from megasoftmax.build.extension import MIN_CAPABILITY
 from megasoftmax.limits import kernel_limits
 from megasoftmax.options import AttentionOptions, Ranges, SoftmaxOptions, TopkOptions
 from megasoftmax.reference.dropout import STEPS
-from megasoftmax.tracing import is_traced
+from megasoftmax.tracing import PLAIN, is_traced
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOATING = (*DTYPES, torch.float64)
@@ -75,7 +75,7 @@ class Reasons(tuple[Reason, ...]):
 
 def is_plain_on_cpu(tensor: Tensor) -> bool:
     """Whether a tensor on a CPU has values here and now: no tracer, transform or subclass."""
-    return type(tensor) in _PLAIN and tensor.is_cpu and not is_traced() and _forward_mode() is None
+    return type(tensor) in PLAIN and tensor.is_cpu and not is_traced() and _forward_mode() is None
 
 
 def is_plain_scores(scores: Tensor) -> bool:
@@ -101,8 +101,8 @@ def is_plain_self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
     try:
         return (
             is_plain_on_cpu(query)
-            and type(key) in _PLAIN
-            and type(value) in _PLAIN
+            and type(key) in PLAIN
+            and type(value) in PLAIN
             and (shape := query.shape) == key.shape == value.shape
             and len(shape) == 4
             and 0 not in shape
@@ -457,12 +457,9 @@ def sdpa_device(query: Tensor) -> Reason | None:
     return None if query.is_cpu else Reason("device", str(query.device), "a CPU")
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def _sdpa_tensors(*tensors: Tensor | None) -> Reason | None:
     for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN:
+        if tensor is not None and type(tensor) not in PLAIN:
             return Reason("kind of tensors", type(tensor).__name__, "torch.Tensor")
     return None
 

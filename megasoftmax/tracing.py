@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # no subclass of a tensor that has code of its own
 
 
 def is_traced() -> bool:
@@ -39,15 +39,18 @@ def is_of_many_gradients(tensor: Tensor) -> bool:
 
 
 def may_overwrite(*tensors: Tensor | None) -> bool:
-    """Whether what is computed from tensors may be changed in place: on a CPU, where nobody sees it
-    and autograd records nothing, in reverse or forward mode."""
+    """Whether what is computed from tensors may be changed in place.
+
+    That is on a CPU, where autograd records nothing, in reverse or forward mode, and no transform
+    or tracer sees the changes.
+    """
     if is_traced() or forward_ad._current_level >= 0:
         return False
     is_recording = torch.is_grad_enabled()
     return all(
         tensor is None
         or (
-            type(tensor) in _PLAIN
+            type(tensor) in PLAIN
             and tensor.is_cpu
             and not (is_recording and tensor.requires_grad)
             and not is_of_many_gradients(tensor)
