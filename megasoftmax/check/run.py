@@ -12,7 +12,7 @@ import megasoftmax
 from megasoftmax import host
 from megasoftmax.build import library
 from megasoftmax.check.cases import SUITE
-from megasoftmax.check.suite import SEEDS, Outcome, Tally
+from megasoftmax.check.suite import SEEDS, Outcome, Tally, warm_up
 
 MOST_FAILURES = 20  # in a report
 
@@ -96,8 +96,7 @@ def check(
         status = library.load()
         if not status.available:
             raise RuntimeError(f"no kernels to check: {status.reason}")
-        # Compiling is not in the time: a first call compiles the part of the host.
-        megasoftmax.softmax(torch.zeros(1, 1, device=device), fused=True)
+        warm_up(device)
     processes = (4 if device == "cuda" else 0) if processes is None else processes
     report = CheckReport(device, {name: Tally() for name in names})
     start = time.monotonic()

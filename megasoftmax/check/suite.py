@@ -201,6 +201,12 @@ class _Worker:
     since: float = field(default_factory=time.monotonic)
 
 
+def warm_up(device: str) -> None:
+    """Loads the kernels and the part of the host, and compiles it: none of that is in the time."""
+    if device == "cuda":
+        megasoftmax.softmax(torch.zeros(1, 1, device=device, dtype=torch.float32), fused=True)
+
+
 def _work(
     suite: Suite,
     connection: Connection,
@@ -212,8 +218,7 @@ def _work(
 ) -> None:
     """What a process of its own does; it ends when a fault has made its GPU unusable."""
     torch.set_num_threads(threads)
-    if device == "cuda":  # loads the kernels, which is not in the time
-        megasoftmax.softmax(torch.zeros(1, 1, device=device), fused=True)
+    warm_up(device)
     for message in suite.turns(families, device, seconds, itertools.count(first)):
         connection.send(message)
         if isinstance(message, Outcome) and message.has_failed and device == "cuda":
