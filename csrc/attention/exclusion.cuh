@@ -432,13 +432,6 @@ class ExcludedOfTile {
   // The bits of 64 queries that the mask excludes, for this lane's keys 0 and 8.
   using Masked = uint2[2];
   __device__ bool has_bits() const { return has_bits_; }
-  // Where all queries share the bits of a key: those of the keys from this lane's key 0 on.
-  __device__ uint32_t bits_of_keys(int head) const {
-    const int key = warp_key_ + FirstElement().row;
-    return __ldg(params_.block_mask.of(batch_, head) + params_.block_mask.layout.bits() +
-                 warp_key_ / 32) >>
-           key % 32;
-  }
   // Loads them from the bitmask. If all queries share the bits of a key, each tile has the same.
   __device__ __forceinline__ void load_masked(Masked& masked, int head, int query) const {
     if (!has_bits_) return;
@@ -462,11 +455,9 @@ class ExcludedOfTile {
   __device__ bool has_ranges() const { return has_ranges_; }
   // masked_of(panel, half): the bits of a key, as in Masked. sees_all(panel): whether all queries
   // of a panel see all keys of the warp, by range. range_of(column): what a query sees.
-  // `finds_bits`: whether the mask has bits that the caller does not look at itself.
   template <class MaskedOf, class SeesAll, class RangeOf>
-  __device__ __forceinline__ void find(Panels& excluded, int head, int query, bool finds_bits,
-                                       MaskedOf&& masked_of, SeesAll&& sees_all,
-                                       RangeOf&& range_of) const {
+  __device__ __forceinline__ void find(Panels& excluded, int head, int query, MaskedOf&& masked_of,
+                                       SeesAll&& sees_all, RangeOf&& range_of) const {
     const bool is_cut = query < all_visible_.begin || query + kQueries > all_visible_.end;
     if (has_ranges_) {
       const int column = FirstElement().column;
@@ -488,10 +479,10 @@ class ExcludedOfTile {
           return bits_outside(seen_from[half], query + 64 * panel + 32 * word);
         });
     }
-    if (kIsUnmasked || (!finds_bits && !has_blocks_)) return;
+    if (kIsUnmasked || (!has_bits_ && !has_blocks_)) return;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-      if (finds_bits) {
+      if (has_bits_) {
         const Masked masked = {masked_of(panel, 0), masked_of(panel, 1)};
         excluded[panel].add_words(
             [&](int half, int word) { return word == 0 ? masked[half].x : masked[half].y; });

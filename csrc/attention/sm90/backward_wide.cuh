@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   };
   const auto find_excluded = [&](typename Excluding::Panels& excluded, int head, int query) {
     excluding.find(
-        excluded, head, query, excluding.has_bits(), [&](int, int half) { return masked[half]; },
+        excluded, head, query, [&](int, int half) { return masked[half]; },
         [&](int) {
           return __all_sync(~0u,
                             ranges[0].contains(warp_key, 16) && ranges[1].contains(warp_key, 16));

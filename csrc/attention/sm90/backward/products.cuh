@@ -80,22 +80,23 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
     end_products();
   };
   ExcludedOfTile<kQueries, kIsUnmasked> excluding(params, batch, group_key, warp_key);
-  // Where all queries share the bits of a key, a lane looks at those of its keys 0 and 8 once for
-  // all tiles of a head.
-  const bool masks_keys =
+  // If all queries share the bits of a key, each warp writes the bits of its keys once for all
+  // tiles of a head.
+  const bool shares_bits =
       !kIsUnmasked && excluding.has_bits() && !params.block_mask.layout.has_bits_by_key();
-  [[maybe_unused]] int head_of_keys = -1;
-  [[maybe_unused]] bool is_masked[2] = {false, false}, has_masked = false;
-  const auto find_masked_keys = [&](int head) {
-    const uint32_t bits = excluding.bits_of_keys(head);
-    is_masked[0] = (bits & 1) != 0;
-    is_masked[1] = (bits >> 8 & 1) != 0;
-    has_masked = __any_sync(~0u, is_masked[0] || is_masked[1]);
-    head_of_keys = head;
-  };
+  [[maybe_unused]] int head_of_bits = -1;
   const auto masked_of = [&](int stage, int panel, int half) -> uint2& {
     return Memory::masked(shared_memory, stage, warpgroup,
                           panel)[16 * warp_in_group + FirstElement().row + 8 * half];
+  };
+  const auto write_shared_bits = [&](int head) {
+    typename ExcludedOfTile<kQueries, kIsUnmasked>::Masked masked;
+    excluding.load_masked(masked, head, 0);
+#pragma unroll
+    for (int i = 0; i < kStages * Memory::kQueryPanels * 2; ++i)
+      masked_of(i % kStages, i / kStages / 2, i / kStages % 2) = masked[i / kStages % 2];
+    head_of_bits = head;
+    __syncwarp();
   };
   // The rows of a stage, from this lane's first column on.
   const auto rows_of = [&](int stage) {
@@ -241,7 +242,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
 #pragma unroll 1
   for (; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
-    if (masks_keys && head != head_of_keys) find_masked_keys(head);
+    if (shares_bits && head != head_of_bits) write_shared_bits(head);
     memory.stage_is_there(stage).wait(step / kStages & 1);
     start_scores(memory.queries(stage));
     start_weight_gradients(memory.gradients(stage));
@@ -250,8 +251,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
     Excluded<1, 8> excluded[Memory::kQueryPanels];
     const auto key_range_of = [](int2 range) { return KeyRange{range.x, range.y}; };
     excluding.find(
-        excluded, head, query, excluding.has_bits() && !masks_keys,
-        [&](int panel, int half) { return masked_of(stage, panel, half); },
+        excluded, head, query, [&](int panel, int half) { return masked_of(stage, panel, half); },
         [&](int panel) {
           return key_range_of(Memory::ranges_of_panels(shared_memory, stage)[panel])
               .contains(warp_key, 16);
@@ -267,12 +267,6 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
       memory.gradients_are_there((step - 1) % 2).arrive();
     weigh(stage, step, head, query);
     exclude(excluded, weights);
-    if (!kIsUnmasked && has_masked) {
-#pragma unroll
-      for (int i = 0; i < 4 * kN; ++i) {
-        if (is_masked[i % 4 / 2]) weights[i / 4][i % 4] = 0.f;
-      }
-    }
     if constexpr (kEightsAhead > 0) load_deltas(stage);
     if constexpr (kIsEarly) {
       multiply_weights_of(stage);
