@@ -53,7 +53,7 @@ HEAD_DIMS = [8, 31, 32, 33, 64, 65, 80, 81, 96, 100, 128, 129, 192, 200, 256]
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
-    "call", [{"major": 8}, {"major": 10}, {"bias": True, "keys": 1001}], ids=str
+    "call", [{"major": 8}, {"major": 10}, {"bias": True, "bias_dtype": torch.float32}], ids=str
 )
 def test_tiles_of_portable_attention_are_those_of_the_table(
     call: dict[str, Any], head_dim: int

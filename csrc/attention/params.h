@@ -181,8 +181,11 @@ struct AttentionBackwardParams : AttentionParams {
   Strided query_gradient, key_gradient, value_gradient;
 
   BiasGradient bias_gradient_kind = BiasGradient::kNone;
-  void* bias_gradient = nullptr;  // contiguous
+  // Contiguous. Of a dense one each row has bias_pitch() entries, so that it begins at a multiple
+  // of 16 bytes. What follows the keys is never read.
+  void* bias_gradient = nullptr;
   int64_t bias_gradient_bytes = 0;
+  __host__ __device__ int64_t bias_pitch() const { return divide_up(keys, 8) * int64_t{8}; }
   float* table_gradient = nullptr;  // kDiagonals: sizes of the bias, float32, contiguous
 
   // kInOrder: batches and heads that share an entry are cut into so many parts. With more than one,
@@ -193,16 +196,12 @@ struct AttentionBackwardParams : AttentionParams {
   // Tiles have at least 32 queries. Two blocks, or parts of one, may add to different columns.
   int64_t turn_count() const { return batches * heads * divide_up(queries, 32) * 2; }
   __host__ __device__ int64_t bias_entries() const {
-    return bias_batches() * bias_heads() * queries * keys;
-  }
-  // Parts begin at multiples of 16 bytes.
-  __host__ __device__ int64_t part_entries() const {
-    return divide_up<int64_t>(bias_entries(), 4) * 4;
+    return bias_batches() * bias_heads() * queries * bias_pitch();
   }
   int64_t bias_part_bytes(int64_t parts) const {
-    return parts > 1 ? parts * part_entries() * static_cast<int64_t>(sizeof(float)) : 0;
+    return parts > 1 ? parts * bias_entries() * static_cast<int64_t>(sizeof(float)) : 0;
   }
-  __device__ float* bias_part(int64_t part) const { return part_sums + part * part_entries(); }
+  __device__ float* bias_part(int64_t part) const { return part_sums + part * bias_entries(); }
   // Of sums along diagonals of tiles of so many keys, see diagonals_of.
   int64_t diagonal_bytes(int tile_keys) const {
     return batches * heads * divide_up(keys, tile_keys) * (int64_t{tile_keys} - 1 + queries) *

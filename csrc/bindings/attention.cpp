@@ -396,13 +396,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   Tensor bias_sums = new_tensor({0}, ScalarType::Float, query);
   Tensor bias_result = bias_sums;
   check(!bias_gradient || bias.has_value(), "bias_gradient without a bias");
+  // With an entry for each pair rows are padded, see bias_pitch. The result is a view without that.
+  const bool is_padded = bias_gradient && !relative && bias->size(2) == params.queries &&
+                         bias->size(3) == params.keys && params.bias_pitch() != params.keys;
+  const auto sizes_in_memory = [&] {
+    std::vector<int64_t> sizes = sizes_of(*bias);
+    if (is_padded) sizes.back() = params.bias_pitch();
+    return sizes;
+  };
+  const auto of_bias = [&] {
+    return is_padded ? torch::stable::narrow(bias_result, 3, 0, params.keys) : bias_result;
+  };
   // Without a query's head nothing is launched, but keys or a bias may be there.
   if (params.batches == 0 || params.heads == 0) {
-    if (bias_gradient) bias_result = new_tensor(sizes_of(*bias), bias->scalar_type(), query);
+    if (bias_gradient) bias_result = new_tensor(sizes_in_memory(), bias->scalar_type(), query);
     Tensor of_query = query_gradient.result(), of_key = key_gradient.result(),
            of_value = value_gradient.result();
     for (Tensor* gradient : {&of_key, &of_value, &bias_result}) torch::stable::zero_(*gradient);
-    return {std::move(of_query), std::move(of_key), std::move(of_value), std::move(bias_result),
+    return {std::move(of_query), std::move(of_key), std::move(of_value), of_bias(),
             std::move(sink_rows)};
   }
   note = set_block_mask(params, mask, first, end, note, query, true);
@@ -422,12 +433,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     case BiasGradient::kNone:
       break;
     case BiasGradient::kShared:
-      bias_result = write_bias_gradient(sizes_of(*bias), ScalarType::Float);
+      bias_result = write_bias_gradient(sizes_in_memory(), ScalarType::Float);
       break;
     case BiasGradient::kDense:
     case BiasGradient::kInClusters:
     case BiasGradient::kInOrder:
-      bias_result = write_bias_gradient(sizes_of(*bias), bias->scalar_type());
+      bias_result = write_bias_gradient(sizes_in_memory(), bias->scalar_type());
       break;
     case BiasGradient::kKeys:
       write_bias_gradient({params.batches, params.heads, params.keys}, ScalarType::Float);
@@ -445,8 +456,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   } else if (bias_gradient && bias_result.scalar_type() != bias->scalar_type()) {
     bias_result = torch::stable::to(bias_result, bias->scalar_type());
   }
-  return {query_gradient.result(), key_gradient.result(), value_gradient.result(),
-          std::move(bias_result), std::move(sink_rows)};
+  return {query_gradient.result(), key_gradient.result(), value_gradient.result(), of_bias(),
+          std::move(sink_rows)};
 }
 
 }  // namespace

@@ -234,8 +234,6 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
             refused = "float32"
         elif is_dense and call.has_float_bias:
             refused = "a dense bias in float32"
-        elif is_dense and call.keys % 8 != 0:
-            refused = f"a bias of {call.keys} keys"
         elif head_dim <= limits["kSmallHeadDim"]:
             least = f"{limits['kFilledPercent']}% of their tiles"
             refused = f"a head dimension of {head_dim} where it fills less than {least}"

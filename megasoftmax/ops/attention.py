@@ -2,7 +2,8 @@
 
 Arguments and results are explained in `reference.attention`, whose functions compute without
 kernels. Of the results of an op the strides are known too: those of a contiguous output
-[b, m, h, dv], and those that torch.empty_like gives the gradients of query, key and value.
+[b, m, h, dv], those that torch.empty_like gives the gradients of query, key and value, and those
+of `_new_bias_gradient`.
 
 torch.ops.megasoftmax.attention_in_blocks_* are the reference on any device. Compiled code calls
 them: traced, the loops over blocks would be unrolled, which takes a compiler minutes.
@@ -81,9 +82,18 @@ def _backward_in_its_layout(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
         torch.empty_like(given.query).copy_(d_query),
         torch.empty_like(given.key).copy_(d_key),
         torch.empty_like(given.value).copy_(d_value),
-        d_bias.contiguous(),
+        _new_bias_gradient(given).copy_(d_bias) if given.bias_gradient else d_bias,
         d_sink.contiguous(),
     )
+
+
+def _new_bias_gradient(given: BackwardArguments) -> Tensor:
+    """Of an entry for each pair, rows begin at multiples of 16 bytes, as kernels write them."""
+    bias, keys = given.bias, given.key.shape[2]
+    assert bias is not None
+    if given.relative or bias.shape[2:] != (given.query.shape[2], keys):
+        return bias.new_empty(bias.shape)
+    return bias.new_empty((*bias.shape[:-1], -(-keys // 8) * 8))[..., :keys]
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -100,13 +110,13 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = BackwardArguments(*args)
-    query, bias = given.query, given.bias
+    query = given.query
     nothing = query.new_empty(0, dtype=accumulation_dtype(query.dtype))
     return (
         torch.empty_like(query),
         torch.empty_like(given.key),
         torch.empty_like(given.value),
-        bias.new_empty(bias.shape) if given.bias_gradient else nothing,
+        _new_bias_gradient(given) if given.bias_gradient else nothing,
         nothing.new_empty(query.shape[:-1]) if given.sink_gradient else nothing.new_empty(0),
     )
 

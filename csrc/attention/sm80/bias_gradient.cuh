@@ -13,7 +13,7 @@ template <class Element>
 __device__ inline Element* bias_gradient_at(const AttentionBackwardParams& params,
                                             int64_t bias_head, int query, int key) {
   return static_cast<Element*>(params.bias_gradient) +
-         (bias_head * params.queries + query) * params.keys + key;
+         (bias_head * params.queries + query) * params.bias_pitch() + key;
 }
 
 struct NoBiasGradient {
@@ -26,12 +26,12 @@ struct NoBiasGradient {
 // Writes this warp's gradients of scores, or adds them, to those of a head, float32, from `query`
 // and `key` on. Eight lanes have eight neighbours.
 template <bool kAdds, int kM, int kN>
-__device__ __forceinline__ void store_gradients(const AttentionParams& params, float* of_head,
-                                                int query, int key,
+__device__ __forceinline__ void store_gradients(const AttentionBackwardParams& params,
+                                                float* of_head, int query, int key,
                                                 const Accumulators<kM, kN>& gradients) {
   const FirstElement mine;
   const int first_query = query + mine.column, first_key = key + mine.row;
-  float* const first = of_head + int64_t{first_query} * params.keys + first_key;
+  float* const first = of_head + first_query * params.bias_pitch() + first_key;
   const auto store = [&]<bool kIsWhole>() {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_gradients(const AttentionParams& params, f
       for (int right = 0; right < 2; ++right) {
         const int column = column_offset(n, right);
         if (!kIsWhole && first_query + column >= params.queries) continue;
-        float* const entries = first + int64_t{column} * params.keys;
+        float* const entries = first + column * params.bias_pitch();
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -119,7 +119,6 @@ struct DenseBiasGradient : NoBiasGradient {
     const int first_column = warp % kWarpsOfQueries * kBlocks * 8;
     const int first_row = warp / kWarpsOfQueries * kBlocks * 32;
     const FragmentsAlong<ScoreTile> fragments(ScoreTile{shared_address(scores)});
-    const bool has_vectors = params.keys % 8 == 0, has_pairs = params.keys % 2 == 0;
 #pragma unroll
     for (int block = 0; block < kBlocks * kBlocks; ++block) {
       const int column = first_column + block % kBlocks * 8;
@@ -128,21 +127,8 @@ struct DenseBiasGradient : NoBiasGradient {
       fragments.load(pairs, row, column);
       const int query = at.query + column + lane / 4, key = at.key + row + lane % 4 * 8;
       if (query >= params.queries || key >= params.keys) continue;
-      T* const place = out + int64_t{query} * params.keys + key;
-      if (has_vectors) {
-        *reinterpret_cast<uint4*>(place) = {pairs[0], pairs[1], pairs[2], pairs[3]};
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const T* const pair = reinterpret_cast<const T*>(pairs + i);
-        if (has_pairs) {
-          if (key + 2 * i < params.keys) reinterpret_cast<uint32_t*>(place)[i] = pairs[i];
-        } else {
-          if (key + 2 * i < params.keys) place[2 * i] = pair[0];
-          if (key + 2 * i + 1 < params.keys) place[2 * i + 1] = pair[1];
-        }
-      }
+      *reinterpret_cast<uint4*>(out + query * params.bias_pitch() + key) = {pairs[0], pairs[1],
+                                                                            pairs[2], pairs[3]};
     }
   }
 };
@@ -170,7 +156,7 @@ struct SharedBiasGradient : NoBiasGradient {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           if (kIsWhole || query + vector * 8 + i < params.queries)
-            add_to_global(first + int64_t{vector * 8 + i} * params.keys, gradients[i]);
+            add_to_global(first + (vector * 8 + i) * params.bias_pitch(), gradients[i]);
         }
       }
     };

@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
     store_gradients<false>(params, of_head, first_query + warp.query, first_key + warp.key, sums);
   };
   if (params.bias_parts > 1) {
-    store(params.bias_part(part) + bias_entry * params.queries * params.keys);
+    store(params.bias_part(part) + bias_entry * params.queries * params.bias_pitch());
   } else if (sizeof(T) == 4 || params.bias.type == DType::kFloat32) {
     store(bias_gradient_at<float>(params, bias_entry, 0, 0));
   } else if constexpr (sizeof(T) == 2) {
@@ -299,13 +299,8 @@ __global__ void __launch_bounds__(kThreadsOfBiasParts)
   for (int other = 1; other < kWarps; ++other) add(of_warps[other][lane]);
   const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
   const auto store = [&]<class Out>() {
-    Out* const out = static_cast<Out*>(params.bias_gradient) + first;
-    const auto rounded = Pack<Out, 4>::round(sums);
-    if (first + 4 <= count) {
-      *reinterpret_cast<Pack<Out, 4>*>(out) = rounded;
-      return;
-    }
-    for (int i = 0; first + i < count; ++i) out[i] = reinterpret_cast<const Out*>(&rounded)[i];
+    *reinterpret_cast<Pack<Out, 4>*>(static_cast<Out*>(params.bias_gradient) + first) =
+        Pack<Out, 4>::round(sums);
   };
   if (sizeof(T) == 4 || params.bias.type == DType::kFloat32) {
     store.template operator()<float>();

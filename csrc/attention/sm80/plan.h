@@ -124,13 +124,13 @@ inline int bias_gradient_parts(const AttentionBackwardParams& params,
                          divide_up<int64_t>(params.keys, tile.keys());
   const int64_t members = params.batches_per_bias.divisor * params.heads_per_bias.divisor;
   const int64_t most = std::min<int64_t>(
-      members, kMostBiasPartBytes / std::max<int64_t>(4 * params.part_entries(), 1));
+      members, kMostBiasPartBytes / std::max<int64_t>(4 * params.bias_entries(), 1));
   const int64_t step = of_sm * tile.queries() * tile.keys() * tile.head_dim / kWorkOfClock;
   const auto time_of = [&](int64_t parts) {
     const int64_t time = divide_up(blocks * parts, room) * divide_up(members, parts) * step;
     return parts == 1
                ? time
-               : time + parts * params.part_entries() / kPartEntriesOfClock + kClocksOfAddingParts;
+               : time + parts * params.bias_entries() / kPartEntriesOfClock + kClocksOfAddingParts;
   };
   int64_t best = 1;
   for (int64_t waves = 1; waves <= kMostWavesOfBiasParts && blocks > 0; ++waves) {

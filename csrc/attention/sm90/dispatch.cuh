@@ -195,7 +195,7 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
           MEGASOFTMAX_RETURN_IF_ERROR(
               make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
           if (params.bias_gradient_kind == BiasGradient::kDense) {
-            Strided gradient = contiguous(params.heads, params.queries, params.keys);
+            Strided gradient = contiguous(params.heads, params.queries, params.bias_pitch());
             gradient.data = params.bias_gradient;
             gradient.type = params.bias.type;
             MEGASOFTMAX_RETURN_IF_ERROR(

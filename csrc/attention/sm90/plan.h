@@ -26,11 +26,10 @@ inline HopperBias hopper_bias(const AttentionParams& params) {
   return params.is_relative ? HopperBias::kTable : HopperBias::kTile;
 }
 
-// Tensor copies need a 16-bit bias with an entry for each query and key. The rows of its gradient
-// begin at multiples of 16 bytes, too.
+// Tensor copies need a 16-bit bias with an entry for each query and key.
 inline bool takes_hopper_bias(const AttentionParams& params) {
   if (hopper_bias(params) != HopperBias::kTile) return true;
-  return bias_kind(params) == BiasKind::kTile && params.keys % 8 == 0 &&
+  return bias_kind(params) == BiasKind::kTile &&
          takes_tensor_copies(params.bias, params.bias_batches(), params.bias_heads(),
                              params.queries);
 }

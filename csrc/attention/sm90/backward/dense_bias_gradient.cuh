@@ -32,8 +32,9 @@ __device__ __forceinline__ void add_to_bias_gradient(const AttentionBackwardPara
   for (int row = thread_index_anew() / 32 - 1; row < rows; row += Memory::kSummingWarps) {
     const auto four = *reinterpret_cast<const Pack<T, 4>*>(
         panel + Tile<T, Memory::kQueries, 64>::offset(row, lane % 16 / 2));
-    add_to_global(static_cast<float*>(params.bias_gradient) + (first_row + row) * params.keys + key,
-                  four[0], four[1], four[2], four[3]);
+    add_to_global(
+        static_cast<float*>(params.bias_gradient) + (first_row + row) * params.bias_pitch() + key,
+        four[0], four[1], four[2], four[3]);
   }
 }
 
@@ -52,7 +53,7 @@ struct PartOfRows {
                                   int first_key) const {
     const int key = first_key + 8 * vector;
     return key < params.keys ? reinterpret_cast<Pack<T>*>(static_cast<T*>(params.bias_gradient) +
-                                                          number * params.keys + key)
+                                                          number * params.bias_pitch() + key)
                              : nullptr;
   }
 };
@@ -70,7 +71,7 @@ __device__ __forceinline__ void clear_bias_gradient(const AttentionBackwardParam
 #pragma unroll 4
   for (; row < end; row += 2 * warps) {
     *to = {};
-    to += int64_t{2 * warps} * (params.keys / 8);
+    to += int64_t{2 * warps} * (params.bias_pitch() / 8);
   }
 }
 
@@ -194,14 +195,15 @@ HopperBackward<T, kBias, kIsUnmasked, kIndex>::make_dense_bias_gradient(
     const auto store = [&]<int kBlocks>() {
       using Sums = SumsOverBlocks<T, kBlocks, Memory>;
       const Sums sums(memory);
-      T* const gradient = static_cast<T*>(params.bias_gradient) + first_key + sums.key +
-                          (bias_batch * params.heads * params.queries + sums.row) * params.keys;
+      T* const gradient =
+          static_cast<T*>(params.bias_gradient) + first_key + sums.key +
+          (bias_batch * params.heads * params.queries + sums.row) * params.bias_pitch();
       for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
         const int first = tiles.query + block * Sums::kRows;
         const int64_t first_row = int64_t{tiles.head} * params.queries + first;
         memory.gradients_are_there(step % 2).wait(step / 2 & 1);
-        sums.store(gradient + first_row * params.keys, params.keys, params.queries - first,
-                   params.keys - first_key, block, step);
+        sums.store(gradient + first_row * params.bias_pitch(), params.bias_pitch(),
+                   params.queries - first, params.keys - first_key, block, step);
       }
     };
     if (bias_sums.cluster == 2) store.template operator()<2>();
