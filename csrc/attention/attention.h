@@ -12,6 +12,11 @@ namespace megasoftmax {
 cudaError_t attention_block_mask(const AttentionParams& params, int batches, int heads,
                                  bool is_for_backward, cudaStream_t stream);
 
+// Copies 16-bit rows [batches, heads, queries, columns], dense along the columns, to contiguous
+// rows of as many elements as 16 bytes fill. What follows the columns becomes 0.
+cudaError_t attention_align_rows(const Strided& rows, int64_t batches, int64_t heads,
+                                 int64_t queries, int columns, void* aligned, cudaStream_t stream);
+
 // A launch is planned once. The plan tells the workspace, which the caller gives by
 // `launch.set_workspace`, and whether a block mask of ranges is read. params.block_mask may be set
 // later.

@@ -73,7 +73,16 @@ Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
     end += (bias.size(i) - 1) * bias.stride(i);
   }
   is_fast &= first + end * size <= end_of_storage(bias);
-  return is_fast ? bias : with_contiguous_rows(bias, in_vector);
+  if (is_fast) return bias;
+  if (size != 2 || (bias.stride(3) != 1 && keys != 1)) return with_contiguous_rows(bias, in_vector);
+  const Tensor entries = entries_of(bias);
+  std::vector<int64_t> sizes = sizes_of(entries);
+  sizes[3] = divide_up(keys, in_vector) * in_vector;
+  Tensor rows = new_tensor(sizes, bias.scalar_type(), bias);
+  check_cuda(attention_align_rows(rows_of(entries), sizes[0], sizes[1], sizes[2],
+                                  static_cast<int>(keys), rows.data_ptr(), current_stream(bias)),
+             "attention_align_rows");
+  return rows;
 }
 
 // What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,
