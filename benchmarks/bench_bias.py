@@ -1,8 +1,11 @@
 """Biases that rows share, in the shapes of those who train them, on one GPU, beside SDPA,
 FlexAttention, and cuEquivariance and trifast where they are installed; writes results/bias.csv.
 
-Rows of pairs, samples of a pair representation, windows of images, and T5. bfloat16; a bias
-[1, heads, n, n]; in some cases a tenth of the keys of each row is masked. forward+backward is one
+Rows of pairs, samples of a pair representation, windows of images, T5, and speech, of lengths that
+are multiples of 8 and others. bfloat16; a bias [1, heads, n, n]. Conformers have one for each
+example, or a relative shift: a view of [rows, heads, n, 2n - 1] whose rows lie 2n - 2 entries
+apart. ALiBi has one [1, heads, 1, n]. In some cases a tenth of the keys of each row is masked.
+forward+backward is one
 call and the gradients of query, key, value and bias. "deterministic" is under
 torch.use_deterministic_algorithms, where torch fills each new tensor; "unfilled" is the same with
 torch.utils.deterministic.fill_uninitialized_memory = False. `error` is that of the gradient of the
@@ -36,6 +39,7 @@ class Case(measure.Case):
     length: int
     dim: int
     has_mask: bool = False
+    kind: str = "shared"  # the bias: "shared", "own" of each row, "shift" or "keys"
 
     def __str__(self) -> str:
         return self.name
@@ -53,6 +57,9 @@ CASES = [
     Case("beit-197", 128, 12, 197, 64),
     Case("t5-1024", 8, 16, 1024, 64),
     Case("t5-512", 32, 12, 512, 64, True),
+    *(Case(f"conformer-{n}", 16, 8, n, 64, kind="own") for n in (375, 376, 750, 752, 1500, 1504)),
+    Case("shift-750", 16, 8, 750, 64, kind="shift"),
+    Case("alibi-key-4096", 4, 16, 4096, 64, kind="keys"),
 ]
 
 
@@ -63,28 +70,49 @@ class Inputs:
         lengths = [case.length] * 4
         *tensors, gradient = peers.projected(case.heads, case.dim, lengths, case.rows)
         self.tensors, self.gradient = tensors, gradient.detach()
-        bias = torch.randn(1, case.heads, case.length, case.length, dtype=torch.bfloat16)
-        self.bias = bias.requires_grad_()
+        rows, columns = case.length, case.length
+        if case.kind == "shift":
+            columns = 2 * case.length - 1
+        if case.kind == "keys":
+            rows = 1
+        batch = case.rows if case.kind in ("own", "shift") else 1
+        entries = torch.randn(batch, case.heads, rows, columns, dtype=torch.bfloat16)
+        self.kind, self.entries = case.kind, entries.requires_grad_()
         self.mask = torch.rand(case.rows, 1, 1, case.length) < 0.1 if case.has_mask else None
+
+    def bias(self, entries: Tensor | None = None) -> Tensor:
+        """What is added to the scores, from the tensor that learns."""
+        entries = self.entries if entries is None else entries
+        if self.kind != "shift":
+            return entries
+        # Query i and key j have entry n - 1 - i + j of row i, as Transformer-XL shifts it.
+        batch, heads, n, columns = entries.shape
+        strides = (heads * n * columns, n * columns, columns - 1, 1)
+        return entries.as_strided((batch, heads, n, n), strides, n - 1)
 
     def bias_gradient(self) -> Tensor:
         """In float32, some rows at a time."""
-        total = torch.zeros_like(self.bias, dtype=torch.float64)
-        bias = self.bias.detach().float().requires_grad_()
-        step = max(1, (1 << 28) // bias.numel())
+        total = torch.zeros_like(self.entries, dtype=torch.float64)
+        is_shared = len(self.entries) == 1
+        of_row = self.entries[0].numel() if is_shared else 8 * self.entries[0].numel()
+        step = max(1, (1 << 28) // of_row)
         for begin in range(0, len(self.gradient), step):
             part = slice(begin, begin + step)
+            entries = self.entries if is_shared else self.entries[part]
+            entries = entries.detach().float().contiguous().requires_grad_()
             tensors = (each[part].detach().float() for each in self.tensors)
             mask = None if self.mask is None else self.mask[part]
+            bias = self.bias(entries)
             output = megasoftmax.attention(*tensors, bias=bias, mask=mask, fused=False)
-            (found,) = torch.autograd.grad(output, bias, self.gradient[part].float())
-            total += found
+            (found,) = torch.autograd.grad(output, entries, self.gradient[part].float())
+            total[slice(None) if is_shared else part] += found
         return total
 
     def padded_bias(self) -> Tensor:
         """Of all rows, with the mask; its rows begin at multiples of 16 bytes."""
-        length = self.bias.shape[-1]
-        bias = pad(self.bias, (0, -length % 8))[..., :length].expand(len(self.gradient), -1, -1, -1)
+        length = self.gradient.shape[2]
+        bias = pad(self.bias(), (0, -length % 8))[..., :length]
+        bias = bias.expand(len(self.gradient), -1, length, -1)
         return bias if self.mask is None else bias.masked_fill(self.mask, -torch.inf)
 
 
@@ -100,11 +128,11 @@ def deterministic(fill: bool) -> Iterator[None]:
 
 
 def implementations(inputs: Inputs) -> dict[str, measure.Build]:
-    bias, mask = inputs.bias, inputs.mask
+    bias, mask = inputs.entries, inputs.mask
     keys = None if mask is None else mask[:, 0, 0]
 
     def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        score = score + bias[0, h, i, j]
+        score = score + bias[0 if len(bias) == 1 else b, h, i, j]
         return score if keys is None else torch.where(keys[b, j], -torch.inf, score)
 
     def way(attend: peers.Attend, leaves: tuple[Tensor, ...] = (bias,), **rest) -> measure.Way:
@@ -112,20 +140,28 @@ def implementations(inputs: Inputs) -> dict[str, measure.Build]:
 
     def ours(fill: bool | None = None) -> measure.Way:
         during = None if fill is None else functools.partial(deterministic, fill)
-        return way(peers.ours(bias=bias, mask=mask), during=during)
+
+        def attend(*tensors: Tensor) -> Tensor:
+            return peers.ours(bias=inputs.bias(), mask=mask)(*tensors)
+
+        return way(attend, during=during)
 
     backend = peers.BACKENDS[MEM_EFFICIENT]
-    is_square = len(inputs.gradient) == bias.shape[-1]
-    of_rows = {peers.TRIFAST: lambda: way(peers.trifast(bias, mask))} if is_square else {}
+    if inputs.kind in ("shift", "keys"):
+        of_others: dict[str, measure.Build] = {}
+    else:
+        of_others = {peers.FLEX: lambda: way(peers.flex(score_mod=modify))}
+    if inputs.kind == "shared":
+        of_others[peers.CUEQUIVARIANCE] = lambda: way(peers.cuequivariance(bias, mask))
+        if len(inputs.gradient) == bias.shape[-1]:
+            of_others[peers.TRIFAST] = lambda: way(peers.trifast(bias, mask))
     ways: dict[str, measure.Build] = {
         OURS: ours,
         f"{OURS} deterministic": lambda: ours(fill=True),
         f"{OURS} deterministic, unfilled": lambda: ours(fill=False),
         f"{OURS} without bias": lambda: way(peers.ours(mask=mask), ()),
         MEM_EFFICIENT: lambda: way(peers.sdpa(backend, inputs.padded_bias)),
-        peers.FLEX: lambda: way(peers.flex(score_mod=modify)),
-        peers.CUEQUIVARIANCE: lambda: way(peers.cuequivariance(bias, mask)),
-        **of_rows,
+        **of_others,
     }
     return peers.only_there(ways)
 
