@@ -101,6 +101,7 @@ def cases():
             dim=tuple(dim for dim in HOPPER_DIMS if dim <= 128),
             bias=("none", "shared", "relative"),
         ),
+        *product("attention small", dtype=("fp16", "bf16"), dim=(32, 64)),
         *product("attention wide", dtype=("fp16", "bf16"), has_bias=(False, True)),
     ]
 
@@ -745,6 +746,36 @@ def attention_in_turns(given, dtype, dim, bias):
             )
 
 
+def attention_small(given, dtype, dim):
+    """So many heads of few queries and keys that a block takes several which share a bias."""
+    batches, heads = 16, 100
+    sizes = ((17, 1), (64, 64), (36, 60), (49, 49))
+    if dim == 32:  # more than 64 keys
+        sizes = (*sizes, (100, 70), (144, 144), (20, 130))
+    for queries, keys in given.sizes(sizes, sizes[3:]):
+        masks = (None, given.mask(batches, 1, queries, keys), given.mask(batches, 1, 1, keys))
+        for mask, bias_dtype in itertools.product(masks, (None, dtype, "fp32")):
+            shapes = ((queries, dim), (keys, dim), (keys, dim - 8), (queries, dim - 8))
+            query, key, value, output_gradient = (
+                given.floats(batches, heads, *shape, dtype=DTYPES[dtype], layout="exact")
+                for shape in shapes
+            )
+            table = None
+            if bias_dtype is not None:
+                table = given.floats(1, heads, queries, keys, dtype=DTYPES[bias_dtype])
+            sink, sink_value = given.sink(heads)
+            window = (5, 2) if mask is None and bias_dtype == "fp32" else (-1, -1)
+            options = (table, mask, 0.3, False, *window, sink, sink_value, False)
+            options = (*options, None, None, None, 1, 0.0, None, False)
+            output, statistics = OPS.attention_forward(query, key, value, *options)
+            rows = given.floats(batches, heads, queries, dtype=torch.float32, layout="exact")
+            OPS.attention_backward(
+                *(output_gradient, rows if next(given.flags) else None, query, key, value),
+                *(output, statistics, *options),
+                *(table is not None and next(given.flags), sink is not None, False),
+            )
+
+
 def attention_wide(given, dtype, has_bias):
     """Head dimensions beyond kMaxHeadDim, forward; values are the first columns of keys, or not."""
     wide = tuple(
@@ -797,5 +828,6 @@ RUN = {
     "topk backward": topk_backward,
     "attention": attention,
     "attention in turns": attention_in_turns,
+    "attention small": attention_small,
     "attention wide": attention_wide,
 }

@@ -503,6 +503,68 @@ def test_gradients_of_shared_biases_in_order(
 
 
 @gpu
+@pytest.mark.parametrize("sharing", ["batches", "all", "heads", "groups"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(32, 32), (24, 16), (8, 40), (64, 64)])
+@pytest.mark.parametrize(
+    "lengths", [(49, 49), (64, 64), (17, 1), (36, 60), (64, 9), (100, 81), (144, 144), (20, 130)]
+)
+def test_small_heads_that_share_a_bias(
+    lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, sharing: str
+) -> None:
+    """A block keeps the bias of a head, and takes several heads that share it."""
+    queries, keys = lengths
+    batch, heads = 60, 20  # without a bias, 1024 heads are the fewest
+    q, k, v = tensors("cuda", dtype, batch=batch, heads=(heads, heads), lengths=lengths, dims=dims)
+    shapes = {"batches": (1, heads), "all": (1, 1), "heads": (batch, 1), "groups": (6, heads)}
+    shape = (*shapes[sharing], queries, keys)
+    bias = normal(*shape, device="cuda", dtype=dtype, seed=4).requires_grad_()
+    of_keys = coin(batch, 1, 1, keys, device="cuda", odds=0.3, seed=6)
+    of_keys[1] = True  # a batch sees nothing
+    first = torch.randint(-9, keys, (batch, heads, queries), device="cuda", dtype=torch.int32)
+    sink = normal(heads, device="cuda", seed=7).requires_grad_()
+    cases: dict[str, dict[str, Any]] = {
+        "all": {},
+        "float32 bias": {"bias": bias.detach().float().requires_grad_(), "sink": sink},
+        "bias of other strides": {"bias": bias.detach().mT.contiguous().mT.requires_grad_()},
+        "frozen bias": {"bias": bias.detach()},
+        "keys": {"mask": of_keys},
+        "keys and window": {"mask": of_keys, "window": (20, 3), "sink": 0.5},
+        "pairs": {"mask": coin(batch, 1, queries, keys, device="cuda"), "causal": True},
+        "ranges": {"visible": (first, first + 30)},
+        "no bias": {"bias": None},
+        "no bias, keys": {"bias": None, "mask": of_keys, "sink": sink},
+    }
+    for what, options in cases.items():
+        check(q, k, v, **{"bias": bias} | options, what=what)
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [49, 100])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool) -> None:
+    """A head that sees nothing, whose log-sum-exp has a gradient that is no number."""
+    shape = {"batch": 60, "heads": (20, 20), "lengths": (tokens, tokens), "dims": (32, 32)}
+    q, k, v = tensors("cuda", torch.bfloat16, **shape)
+    leaves = [q, k, v]
+    if has_bias:
+        leaves.append(normal(20, tokens, tokens, device="cuda", dtype=q.dtype, seed=4))
+    for leaf in leaves:
+        leaf.requires_grad_()
+    bias = leaves[3] if has_bias else None
+    mask = coin(60, 1, 1, tokens, device="cuda", odds=0.3, seed=6)
+    mask[..., :1], mask[1] = False, True
+    output, lse = megasoftmax.attention(q, k, v, bias=bias, mask=mask, return_lse=True, fused=True)
+    gradients = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
+    of_lse = torch.zeros_like(lse)
+    expected = torch.autograd.grad((output, lse), leaves, (gradients, of_lse), retain_graph=True)
+    of_lse[1] = torch.nan
+    found = torch.autograd.grad((output, lse), leaves, (gradients, of_lse))
+    assert all(bits_equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(not gradient[1].any() for gradient in found[:3])
+
+
+@gpu
 @pytest.mark.parametrize("masking", ["none", "keys", "pairs", "window", "ranges", "dropout"])
 @pytest.mark.parametrize(
     ("batch", "lengths", "dim"),

@@ -59,11 +59,11 @@ exec {nvcc} "$@"
 COMPILED = re.compile(rf"-c ({re.escape(str(CSRC))}\S+\.cu) -o ")
 
 
-def _spills(log: str, allowed_bytes: int = 0, contiguous_bytes: int = 0) -> tuple[list[str], int]:
+def _spills(log: str, allowed_bytes: int = 0, **of_others: int) -> tuple[list[str], int]:
     """The kernels that ptxas reports to spill more, and how many functions it reports on.
 
     Args:
-        contiguous_bytes: allowed in kernels of contiguous rows.
+        of_others: allowed in kernels that have such a word in their names.
     """
     architecture, found, count = "", [], 0
     lines = log.splitlines()
@@ -74,7 +74,8 @@ def _spills(log: str, allowed_bytes: int = 0, contiguous_bytes: int = 0) -> tupl
             count += 1
             sizes = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", following)
             assert len(sizes) == 3, f"ptxas's report is not understood: {following!r}"
-            allowed = contiguous_bytes if "contiguous_" in function[1] else allowed_bytes
+            of_kernel = (most for word, most in of_others.items() if f"{word}_" in function[1])
+            allowed = next(of_kernel, allowed_bytes)
             if any(int(size) > allowed for size, _ in sizes):
                 found.append(f"{architecture}: {function[1]}: {following.strip()}")
     return found, count
@@ -92,7 +93,7 @@ def _allowed(source: Path, what: str, kernels: str = "") -> int:
         of_kind = limits.get(prefix)
         if name in source.name and of_kind is not None:
             return int(of_kind)
-    of_kinds = ("Hopper", "Float", "FloatRow", "Contiguous")
+    of_kinds = ("Hopper", "Float", "FloatRow", "Contiguous", "Small")
     limits = {name: limit for name, limit in limits.items() if name not in of_kinds}
     return int(next(iter(limits.values()), 0))
 
@@ -195,8 +196,10 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
         assert of_contiguous <= _allowed(source, "Declared", "Contiguous"), source
         if source in fast:
             continue
-        allowed = (_allowed(source, "Spilled", kernels) for kernels in ("", "Contiguous"))
-        spilled, count = _spills(logs[source], *allowed)
+        of_others = {
+            word: _allowed(source, "Spilled", word.title()) for word in ("contiguous", "small")
+        }
+        spilled, count = _spills(logs[source], _allowed(source, "Spilled"), **of_others)
         assert not _without_registers(logs[source])
         # Functions that are not inlined are reported too.
         assert count >= logs[source].count("Compiling entry function")
@@ -226,9 +229,9 @@ ptxas info    : Function properties for _Z1gv
         "sm_90a: _Z1gv: 16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads"
     ]
     as_contiguous = log.replace("_Z1gv", "_Z18contiguous_forwardv")
-    assert _spills(as_contiguous, contiguous_bytes=16) == ([], 2)
-    assert _spills(as_contiguous, 16)[0]
-    assert _spills(log, contiguous_bytes=16) == (found, 2)
+    assert _spills(as_contiguous, contiguous=16) == ([], 2)
+    assert _spills(as_contiguous, 16, contiguous=0)[0]
+    assert _spills(log, contiguous=16) == (found, 2)
     assert _declared(log) == 0
     with_array = log + "ptxas info : Used 9 registers, 1 barriers, 24 bytes smem"
     assert _declared(with_array) == _declared(with_array, 25) == 24

@@ -80,6 +80,33 @@ def test_tiles_of_portable_attention_are_those_of_the_table(
         assert found.kernel == ("backward" if backward else "forward")
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("major", [8, 9])
+@pytest.mark.parametrize(("tokens", "dim", "side"), [(49, 32, 64), (64, 40, 64), (65, 32, 144)])
+def test_blocks_take_several_small_heads(
+    tokens: int, dim: int, side: int, major: int, backward: bool
+) -> None:
+    options: dict[str, Any] = {"major": major, "backward": backward}
+    for bias in (False, True):
+        found = explain_attention(1000, 6, tokens, dim, bias=bias, **options)
+        assert found.several_heads
+        assert not found.hopper
+        assert (found.tile_queries, found.tile_keys, found.threads) == (side, side, 2 * side)
+        assert found.blocks < 1000
+        assert ("keeps the bias" in found.why) == bias
+    others: tuple[dict[str, Any], ...] = (
+        {"queries": 145},
+        {"head_dim": 72},
+        {"queries": 16},
+        {"batches": 3},
+        {"key_heads": 3},
+        {"dtype": torch.float32},
+    )
+    for other in others:
+        call = {"batches": 1000, "heads": 6, "queries": tokens, "head_dim": dim} | other
+        assert not explain_attention(**call, bias=True, **options).several_heads
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> None:
     padded = -(-head_dim // 8) * 8

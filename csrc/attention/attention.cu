@@ -44,6 +44,7 @@ ForwardLaunch plan_attention_forward(const AttentionForwardParams& params, cudaS
     launch.plan = forward_plan(params, device_at_hand(stream), code_for(params));
   launch.params.splits = launch.plan.splits.count;
   launch.params.bias_stages = launch.plan.bias_stages;
+  launch.params.bias_parts = launch.plan.bias_parts;
   launch.params.row_tiles = Divider(launch.plan.row_tiles);
   return launch;
 }

@@ -47,6 +47,30 @@ struct BiasRows {
   }
 };
 
+// The members of an entry of the bias, or a part of them. `index` counts parts of entries: the
+// heads of an entry's batch lie side by side.
+struct BiasMembers {
+  int batch, head, part, begin, end;
+
+  __device__ BiasMembers(const AttentionParams& params, int index) {
+    const int heads = static_cast<int>(params.bias_heads());
+    const int batches = static_cast<int>(params.bias_batches());
+    head = index % heads;
+    batch = index / heads % batches;
+    part = index / heads / batches;
+    const int64_t members = params.members_of_bias();
+    begin = static_cast<int>(members * part / params.bias_parts);
+    end = static_cast<int>(members * (part + 1) / params.bias_parts);
+  }
+  __device__ void place(const AttentionParams& params, int member, int& of_batch,
+                        int& of_head) const {
+    int rest;
+    params.heads_per_bias.split(member, of_batch, rest);
+    of_batch += batch * static_cast<int>(params.batches_per_bias.divisor);
+    of_head = head * static_cast<int>(params.heads_per_bias.divisor) + rest;
+  }
+};
+
 // A tile of a bias of any kind as float32 in shared memory. Of a relative one it has the first
 // entry of each diagonal only.
 template <int kQueries, int kKeys>

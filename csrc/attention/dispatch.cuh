@@ -62,7 +62,16 @@ cudaError_t launch_diagonals(const AttentionBackwardParams& params, int tile_key
   }
 }
 
-// The gradient of a bias in order, and of how many parts. What rows need is there.
+// The gradient of a bias from sums of parts, if there are several.
+template <class T>
+cudaError_t launch_bias_parts(const AttentionBackwardParams& params, cudaStream_t stream) {
+  if (params.bias_parts == 1) return cudaSuccess;
+  return launch_flat(attention_bias_parts_kernel<T>,
+                     divide_up<int64_t>(params.bias_entries(), 128) * kThreadsOfBiasParts,
+                     kThreadsOfBiasParts, stream, params);
+}
+
+// The gradient of a bias in order. What rows need is there.
 template <class T>
 cudaError_t launch_bias_gradient(AttentionBackwardParams params, const BiasGradientPlan& plan,
                                  cudaStream_t stream) {
@@ -85,10 +94,7 @@ cudaError_t launch_bias_gradient(AttentionBackwardParams params, const BiasGradi
                        : attention_bias_gradient_kernel<T, kBias, false, kIndex>,
                    dim3(static_cast<unsigned>(blocks)), dim3(Memory::kThreads),
                    Memory::kLayout.bytes(plan.stages), Together::kNot, 1, stream, params));
-        if (params.bias_parts == 1) return cudaSuccess;
-        return launch_flat(attention_bias_parts_kernel<T>,
-                           divide_up<int64_t>(params.bias_entries(), 128) * kThreadsOfBiasParts,
-                           kThreadsOfBiasParts, stream, params);
+        return launch_bias_parts<T>(params, stream);
       }
     });
   });
@@ -112,6 +118,11 @@ cudaError_t launch_rows(const AttentionBackwardParams& params, cudaStream_t stre
 template <class T>
 cudaError_t attention_backward_instance(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardPlan& plan = launch.plan;
+  if (plan.kernel == BackwardKernel::kSmall) {
+    MEGASOFTMAX_RETURN_IF_ERROR(launch_backward<T>(Sm80{}, launch, stream));
+    return plan.bias_gradient == BiasGradient::kNone ? cudaSuccess
+                                                     : launch_bias_parts<T>(launch.params, stream);
+  }
   const bool is_in_order = plan.bias_gradient == BiasGradient::kInOrder;
   BackwardLaunch keys = launch;  // without a gradient of the bias that has a launch of its own
   AttentionBackwardParams& params = keys.params;

@@ -41,6 +41,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   params.output_gradient = contiguous(params.heads, params.queries, params.value_dim);
   alignas(16) float given = 0;  // something that is there; its content plays no part
   params.batches_per_bias = Divider(params.batches);
+  if (call["has_bias"] == 0) params.heads_per_bias = Divider(params.heads);
   if (call["has_mask"] != 0) {
     static uint32_t words = 0;
     params.mask.data = &given;
@@ -71,6 +72,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     add("splits", 1);
     add("slices", plan.slices);
     add("is_decode", 0);
+    add("is_small", plan.kernel == BackwardKernel::kSmall ? 1 : 0);
     return;
   }
   AttentionForwardParams forward;
@@ -80,6 +82,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   add("splits", plan.splits.count);
   add("slices", 1);
   add("is_decode", plan.kernel == ForwardKernel::kDecode ? 1 : 0);
+  add("is_small", plan.kernel == ForwardKernel::kSmall ? 1 : 0);
 }
 
 }  // namespace

@@ -89,6 +89,25 @@ struct InOrderLayout {
         bytes(bias + bias_bytes(kind, kInOrderQueries, step_keys)) {}
 };
 
+// Small heads: queries, keys and values of each stage, backward also gradients of outputs; the
+// bias, unless registers hold it; backward, weights and gradients of scores; results. Of scores,
+// each 64 keys are a tile, and what is left one of 32.
+struct SmallLayout {
+  int tile_bytes, stage_bytes, bias, weights, scores, results, bytes;
+
+  constexpr SmallLayout(const AttentionSmallTile& tile, bool is_backward)
+      : tile_bytes(megasoftmax::tile_bytes(tile.side, tile.head_dim)),
+        stage_bytes((is_backward ? 4 : 3) * tile_bytes),
+        bias(kSmallStages * stage_bytes),
+        weights(bias + (tile.holds_bias() ? 0 : score_bytes(tile))),
+        scores(weights + (is_backward ? score_bytes(tile) : 0)),
+        results(scores + (is_backward ? score_bytes(tile) : 0)),
+        bytes(results + tile_bytes) {}
+  static constexpr int score_bytes(const AttentionSmallTile& tile) {
+    return megasoftmax::tile_bytes(tile.side, divide_up(tile.side, 32) * 32);
+  }
+};
+
 // Decoding: a ring of keys and values for each warp. At the end the results of each warp's rows
 // take its place, with the largest logit and the sum of weights.
 struct DecodeLayout {

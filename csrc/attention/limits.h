@@ -21,6 +21,9 @@ inline constexpr int kMaxSpilledBytes = 200;
 // a bias have 24 to 40 registers each, and products do not wait for them. The others keep to 200,
 // except for a head dimension of 64 with a bias beside a mask, ranges or dropout.
 inline constexpr int kHopperMaxSpilledBytes = 700;
+// What a thread may spill in kernels of small heads: sums of the gradient of a bias for 144 keys,
+// each of which is read and written once in the time of a head.
+inline constexpr int kSmallMaxSpilledBytes = 800;
 // What a thread may spill in kernels of float32. At a head dimension of 64 the backward pass spills
 // a part of its sums while it makes scores.
 inline constexpr int kFloatMaxSpilledBytes = 450;
@@ -291,5 +294,32 @@ inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     {       128,     4,      32,   128,         2, 4},
 };
 // clang-format on
+
+// Small heads, of few queries and keys, that share a bias or have none: a block takes the batches
+// and heads that share it one after the other. A warp has 16 queries. With up to 64 keys registers
+// hold the bias, in float32. With more it is in shared memory, and must be of the queries' type.
+// The kernels are for 16-bit elements without dropout.
+struct AttentionSmallTile {
+  int head_dim;
+  int side;                             // queries, and keys
+  int forward_blocks, backward_blocks;  // of a multiprocessor: the compiler's register budget
+
+  constexpr int threads() const { return 2 * side; }
+  constexpr bool holds_bias() const { return side <= 64; }
+};
+// clang-format off
+inline constexpr AttentionSmallTile kAttentionSmallTiles[] = {
+    // head dim, side, blocks/SM (forward, backward)
+    {        32,   64,       4,       3},
+    {        64,   64,       3,       2},
+    {        32,  144,       2,       1},
+};
+// clang-format on
+inline constexpr int kSmallStages = 2;  // members in shared memory at a time
+// Fewest batches and heads that share an entry of the bias, and fewest heads of all batches without
+// a bias. With fewer, other kernels begin sooner.
+inline constexpr int kFewestSmallMembers = 4, kFewestSmallHeads = 1024;
+// A block takes so many members' time to begin and to end. Blocks fill at most kMostSmallWaves.
+inline constexpr int kMembersOfSmallStart = 2, kMostSmallWaves = 4;
 
 }  // namespace megasoftmax

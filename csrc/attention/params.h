@@ -46,8 +46,11 @@ struct AttentionParams {
   Strided mask, bias;
   int mask_block = 1;  // or a multiple of kMaskTile
   VisibleRanges visible;
-  bool is_relative = false;  // the bias: an entry depends on key - query alone
-  Divider batches_per_bias, heads_per_bias;
+  bool is_relative = false;                  // the bias: an entry depends on key - query alone
+  Divider batches_per_bias, heads_per_bias;  // without a bias, all
+  // Where a block takes the batches and heads that share an entry of the bias, its members: into
+  // how many parts they are cut. Set by the launcher.
+  int bias_parts = 1;
 
   SinkLogit sink;
   Dropout dropout;
@@ -77,6 +80,9 @@ struct AttentionParams {
     heads_per_bias.split(head, bias_head, rest);
   }
 
+  __host__ __device__ int64_t members_of_bias() const {
+    return batches_per_bias.divisor * heads_per_bias.divisor;
+  }
   __host__ __device__ int64_t rows() const { return batches * heads * queries; }
   __device__ int64_t row_index(int batch, int head, int query) const {
     return (batch * heads + head) * queries + query;
@@ -188,9 +194,8 @@ struct AttentionBackwardParams : AttentionParams {
   __host__ __device__ int64_t bias_pitch() const { return divide_up(keys, 8) * int64_t{8}; }
   float* table_gradient = nullptr;  // kDiagonals: sizes of the bias, float32, contiguous
 
-  // kInOrder: batches and heads that share an entry are cut into so many parts. With more than one,
-  // workspace of bias_part_bytes() has the sums of each, float32, bias_entries() of them.
-  int bias_parts = 1;
+  // kInOrder: with more than one part, workspace of bias_part_bytes() has the sums of each,
+  // float32, bias_entries() of them.
   float* part_sums = nullptr;
 
   // Tiles have at least 32 queries. Two blocks, or parts of one, may add to different columns.

@@ -42,7 +42,9 @@ enum class ForwardKernel {
   kTiles,
   kDecode,  // few queries
   kWide,    // head dimensions beyond kMaxHeadDim
+  kSmall,   // several heads of few queries and keys in a block
 };
+enum class BackwardKernel { kTiles, kSmall };
 
 struct ForwardPlan : AttentionPlan {
   ForwardKernel kernel = ForwardKernel::kTiles;
@@ -51,6 +53,7 @@ struct ForwardPlan : AttentionPlan {
   // heads, have blocks of their own.
   int64_t row_tiles = 0, heads = 0;
   int bias_stages = 1;                   // tiles of the bias in shared memory at a time
+  int bias_parts = 1;                    // see AttentionParams
   int heads_of_block = 1;                // see AttentionForwardParams
   bool reads_ranges = false;             // without a block mask made of them
   bool counts_tiles = false;             // see AttentionForwardParams::tile_counter
@@ -58,7 +61,8 @@ struct ForwardPlan : AttentionPlan {
 
   // Whether a block mask is made of a mask and of ranges, as far as they are given.
   bool reads_block_mask(bool has_mask, bool has_ranges) const {
-    return kernel == ForwardKernel::kTiles && (has_mask || (has_ranges && !reads_ranges));
+    return (kernel == ForwardKernel::kTiles || kernel == ForwardKernel::kSmall) &&
+           (has_mask || (has_ranges && !reads_ranges));
   }
   // Completes a plan whose other members are set. `most_blocks` run at a time.
   void finish(const AttentionForwardParams& params, int64_t most_blocks = INT64_MAX) {
@@ -81,6 +85,7 @@ struct BiasGradientPlan {
 };
 
 struct BackwardPlan : AttentionPlan {
+  BackwardKernel kernel = BackwardKernel::kTiles;
   int slices = 1;  // of the columns of gradients: blocks with the same keys
   int stages = 1;  // tiles of queries in shared memory at a time
   QueryGradient query_gradient = QueryGradient::kAdded;
@@ -95,11 +100,13 @@ struct BackwardPlan : AttentionPlan {
   }
   // Completes a plan whose other members are set.
   void finish(const AttentionBackwardParams& params) {
-    blocks =
-        params.batches * params.key_heads * divide_up<int64_t>(params.keys, tile_keys) * slices;
+    if (kernel == BackwardKernel::kTiles)
+      blocks =
+          params.batches * params.key_heads * divide_up<int64_t>(params.keys, tile_keys) * slices;
     Workspace workspace;
     if (sums_queries()) sums_at = workspace.add(params.rows() * params.head_dim * sizeof(float));
-    rows_at = workspace.add(params.rows() * sizeof(RowOfBackward));
+    if (kernel == BackwardKernel::kTiles)
+      rows_at = workspace.add(params.rows() * sizeof(RowOfBackward));
     if (query_gradient == QueryGradient::kInTurns)
       turns_at = workspace.add(params.turn_count() * sizeof(uint32_t));
     if (bias_gradient == BiasGradient::kInOrder)

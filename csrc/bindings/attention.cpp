@@ -217,6 +217,11 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     check(!bound->has_value() || (*bound)->dim() == 3, "first and end must have 3 dimensions");
   params.visible = visible_of(first, end, query);
   if (dropout > 0) params.dropout = dropout_of(dropout, seed, query);
+  const auto each = [](int64_t count, int64_t entries) {
+    return Divider(std::max<int64_t>(count / std::max<int64_t>(entries, 1), 1));
+  };
+  params.batches_per_bias = each(batches, 1);
+  params.heads_per_bias = each(heads, 1);
   if (bias) {
     check(is_beside(*bias) && bias->dim() == (relative ? 3 : 4),
           "bias must have 4 dimensions, a relative one 3, on the device of query");
@@ -226,9 +231,6 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     check(bias_heads == 1 || bias_heads == heads, "heads of bias must be 1 or those of query");
     check(bias_batches > 0 ? batches % bias_batches == 0 : batches == 0,
           "batches must be a multiple of those of bias");
-    const auto each = [](int64_t count, int64_t entries) {
-      return Divider(std::max<int64_t>(count / std::max<int64_t>(entries, 1), 1));
-    };
     params.batches_per_bias = each(batches, bias_batches);
     params.heads_per_bias = each(heads, bias_heads);
     params.is_relative = relative;

@@ -155,7 +155,7 @@ class Attention(Drawn):
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Attention":
         most = draw_most(random, usual)
-        few = random.choices(("neither", "queries", "keys"), (75, 20, 5))[0]
+        few = random.choices(("neither", "queries", "keys", "both"), (65, 18, 5, 12))[0]
         key_heads = random.choice((1, 1, 2, 3, 5))
         heads = key_heads * random.choice((1, 1, 2, 3, 4, 8))
         batch = random.choice((1, 1, 2, 3, 4, 6))
@@ -174,6 +174,11 @@ class Attention(Drawn):
             batch, key_heads, heads = 1, 1, random.choice((1, 2, 3))
             keys, head_dim = 16, min(160, widest)
             queries = min(max(most, usual // 2) // (heads * keys), 20000)
+        elif few == "both":  # as in windows of images
+            key_heads = heads = random.choice((1, 2, 3))
+            queries, keys = random.randint(8, 66), random.randint(1, 66)
+            queries = keys if chance(random, 0.5) else queries
+            batch = max(min(most // (heads * queries * keys), 600), 1)
         else:
             keys = draw_size(random, min(int(pairs ** random.uniform(0.3, 1)), longest))
             queries = draw_size(random, min(pairs // keys, random.choice((3000, 3000, 2**17 + 1))))

@@ -35,6 +35,7 @@ class AttentionExplanation:
 
     backward: bool
     kernel: str  # "forward", "decode" (up to 16 queries) or "backward"
+    several_heads: bool  # a block takes several heads of few queries and keys
     dtype: torch.dtype
     hopper: bool  # the kernels for compute capability 9.0 alone run, not the portable ones
     why: str
@@ -189,6 +190,7 @@ def explain_attention(
     return AttentionExplanation(
         backward=backward,
         kernel=kernel,
+        several_heads=bool(plan.is_small),
         dtype=dtype,
         hopper=bool(plan.is_hopper),
         why=_why(kernel, plan, call),
@@ -223,12 +225,17 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
     elif kernel == "forward":
         few = limits["kMostQueriesOfSharedRows"]
         reasons += [f"more than {few} queries of heads that share keys: {call.queries}"]
+    if plan.is_small:
+        kept = ", and keeps the bias that they share" if call.has_bias else ""
+        reasons += [
+            f"at most {plan.tile_queries} queries and keys: a block takes several heads{kept}"
+        ]
     if plan.splits > 1:
         reasons += [f"{plan.splits} blocks share the keys of a tile of queries"]
     head_dim = max(call.head_dim, call.value_dim)
     if plan.is_hopper:
         reasons += ["compute capability 9.0: Hopper's own kernels"]
-    elif call.major == limits["kHopperMajor"] and kernel != "decode":
+    elif call.major == limits["kHopperMajor"] and kernel != "decode" and not plan.is_small:
         is_dense = call.has_bias and not call.is_relative
         if call.is_float:
             refused = "float32"

@@ -24,7 +24,7 @@ struct NoBiasGradient {
 };
 
 // Writes this warp's gradients of scores, or adds them, to those of a head, float32, from `query`
-// and `key` on. Eight lanes have eight neighbours.
+// and `key` on. Eight lanes have eight neighbours. Zeros are written where rows are padded.
 template <bool kAdds, int kM, int kN>
 __device__ __forceinline__ void store_gradients(const AttentionBackwardParams& params,
                                                 float* of_head, int query, int key,
@@ -32,6 +32,7 @@ __device__ __forceinline__ void store_gradients(const AttentionBackwardParams& p
   const FirstElement mine;
   const int first_query = query + mine.column, first_key = key + mine.row;
   float* const first = of_head + first_query * params.bias_pitch() + first_key;
+  const int end = kAdds ? params.keys : static_cast<int>(params.bias_pitch());
   const auto store = [&]<bool kIsWhole>() {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -45,7 +46,7 @@ __device__ __forceinline__ void store_gradients(const AttentionBackwardParams& p
 #pragma unroll
           for (int i = right; i < 4; i += 2) {
             const int row = row_offset(m, i);
-            if (!kIsWhole && first_key + row >= params.keys) continue;
+            if (!kIsWhole && first_key + row >= end) continue;
             if constexpr (kAdds) {
               add_to_global(entries + row, gradients[m][n][i]);
             } else {

@@ -40,32 +40,13 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
   constexpr int kM = Memory::kM, kN = Memory::kN;
   extern __shared__ __align__(1024) char shared_memory[];
 
-  int first_key, first_query, bias_head, bias_batch, part;
-  {
-    // Tiles of a head lie side by side: blocks that run at a time read the same members.
-    const int key_tiles = divide_up(params.keys, kKeys);
-    const int tiles = key_tiles * divide_up(params.queries, kQueries);
-    const int block = static_cast<int>(blockIdx.x), heads = static_cast<int>(params.bias_heads());
-    const int tile = block % tiles, entry = block / tiles;
-    first_key = tile % key_tiles * kKeys;
-    first_query = tile / key_tiles * kQueries;
-    bias_head = entry % heads;
-    bias_batch = entry / heads % static_cast<int>(params.bias_batches());
-    part = entry / heads / static_cast<int>(params.bias_batches());
-  }
-  const int heads = static_cast<int>(params.heads_per_bias.divisor);
-  const auto place_of = [&](int member, int& head, int& batch) {
-    int rest;
-    params.heads_per_bias.split(member, batch, rest);
-    batch += bias_batch * static_cast<int>(params.batches_per_bias.divisor);
-    head = bias_head * heads + rest;
-  };
-  int member, end;
-  {
-    const int64_t members = heads * params.batches_per_bias.divisor;
-    member = static_cast<int>(members * part / params.bias_parts);
-    end = static_cast<int>(members * (part + 1) / params.bias_parts);
-  }
+  // Tiles of a head lie side by side: blocks that run at a time read the same members.
+  const int key_tiles = divide_up(params.keys, kKeys);
+  const int tiles = key_tiles * divide_up(params.queries, kQueries);
+  const int block = static_cast<int>(blockIdx.x), tile = block % tiles;
+  const int first_key = tile % key_tiles * kKeys, first_query = tile / key_tiles * kQueries;
+  const BiasMembers members(params, block / tiles);
+  int member = members.begin, end = members.end;
   const BackwardWarp warp(Memory::kSide, Memory::kTile.query_warps);
   const int last_query = min(first_query + kQueries, params.queries) - 1;
   // Length and window exclude the same pairs of all members.
@@ -105,7 +86,7 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
     const int thread = thread_index_anew();
     const int role = static_cast<int>(uniform(static_cast<uint32_t>(thread / kCopiers)));
     int head, batch, key_head, rest;
-    place_of(member, head, batch);
+    members.place(params, member, batch, head);
     params.heads_per_key_head.split(head, key_head, rest);
     const int at = kLayout.stages + stage * kLayout.stage_bytes;
     const uint32_t memory = shared_address(shared_memory) + at;
@@ -146,7 +127,7 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
   typename Memory::Scores held_bias = {};
   if (member < end) {
     int head, batch;
-    place_of(member, head, batch);
+    members.place(params, member, batch, head);
     bias.template fill<Memory::kThreads>(batch, head, first_query, first_key);
     if constexpr (Memory::kHoldsBias) {
       wait_for_copies();
@@ -182,7 +163,7 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
     }
     char* const memory = shared_memory + kLayout.stages + stage * kLayout.stage_bytes;
     int head, batch;
-    place_of(member, head, batch);
+    members.place(params, member, batch, head);
     Excluded<kM, kN> excluded = cut;
     bool is_idle = is_outside;
     if (has_block_mask && !is_outside) {
@@ -251,12 +232,12 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
     }
     if (++stage == stages) stage = 0;
   }
-  const int64_t bias_entry = bias_batch * params.bias_heads() + bias_head;
+  const int64_t bias_entry = members.batch * params.bias_heads() + members.head;
   const auto store = [&](float* of_head) {
     store_gradients<false>(params, of_head, first_query + warp.query, first_key + warp.key, sums);
   };
   if (params.bias_parts > 1) {
-    store(params.bias_part(part) + bias_entry * params.queries * params.bias_pitch());
+    store(params.bias_part(members.part) + bias_entry * params.queries * params.bias_pitch());
   } else if (sizeof(T) == 4 || params.bias.type == DType::kFloat32) {
     store(bias_gradient_at<float>(params, bias_entry, 0, 0));
   } else if constexpr (sizeof(T) == 2) {

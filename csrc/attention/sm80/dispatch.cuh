@@ -8,6 +8,7 @@
 #include "forward.cuh"
 #include "plan.h"
 #include "query_gradient.cuh"
+#include "small.cuh"
 #include "wide.cuh"
 
 namespace megasoftmax {
@@ -62,11 +63,25 @@ cudaError_t launch_wide(const ForwardLaunch& launch, cudaStream_t stream) {
                       WideLayout::kBytes, stream, params);
 }
 
+// Launches a kernel of small heads.
+template <class Params, class Plan>
+cudaError_t launch_small(void (*kernel)(Params), const Launch<Params, Plan>& launch,
+                         cudaStream_t stream) {
+  if (launch.plan.blocks > INT32_MAX) return cudaErrorInvalidValue;
+  return megasoftmax::launch(kernel, dim3(static_cast<unsigned>(launch.plan.blocks)),
+                             dim3(static_cast<unsigned>(launch.plan.threads)),
+                             launch.plan.shared_bytes, Together::kNot, 1, stream, launch.params);
+}
+
 template <class T>
 cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t stream) {
   const auto& [params, plan] = launch;
   if constexpr (sizeof(T) == 2) {
     if (plan.kernel == ForwardKernel::kWide) return launch_wide<T>(launch, stream);
+    if (plan.kernel == ForwardKernel::kSmall)
+      return with_regime(kAttentionSmallTiles, plan.tile, [&]<int kIndex>() {
+        return launch_small(attention_small_forward_kernel<T, kIndex>, launch, stream);
+      });
     if (plan.kernel == ForwardKernel::kDecode)
       return params.bias.data != nullptr ? launch_decode<T, true>(launch, stream)
                                          : launch_decode<T, false>(launch, stream);
@@ -87,6 +102,12 @@ cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t strea
 template <class T>
 cudaError_t launch_backward(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
   const auto& [params, plan] = launch;
+  if constexpr (sizeof(T) == 2) {
+    if (plan.kernel == BackwardKernel::kSmall)
+      return with_regime(kAttentionSmallTiles, plan.tile, [&]<int kIndex>() {
+        return launch_small(attention_small_backward_kernel<T, kIndex>, launch, stream);
+      });
+  }
   return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
     return with_tile<T, kAttentionBackwardTiles, kBias>(
         plan.tile, [&]<int kIndex>() -> cudaError_t {

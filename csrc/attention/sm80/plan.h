@@ -1,6 +1,7 @@
 #pragma once
 // Plans of the portable kernels. They take every launch.
 
+#include <iterator>
 #include <optional>
 
 #include "../plan.h"
@@ -122,7 +123,7 @@ inline int bias_gradient_parts(const AttentionBackwardParams& params,
   const int64_t blocks = params.bias_batches() * params.bias_heads() *
                          divide_up<int64_t>(params.queries, tile.queries()) *
                          divide_up<int64_t>(params.keys, tile.keys());
-  const int64_t members = params.batches_per_bias.divisor * params.heads_per_bias.divisor;
+  const int64_t members = params.members_of_bias();
   const int64_t most = std::min<int64_t>(
       members, kMostBiasPartBytes / std::max<int64_t>(4 * params.bias_entries(), 1));
   const int64_t step = of_sm * tile.queries() * tile.keys() * tile.head_dim / kWorkOfClock;
@@ -187,6 +188,59 @@ inline KeySplits decode_splits(const AttentionParams& params, const Device& devi
   return {static_cast<int>(together), true};
 }
 
+// A row of kAttentionSmallTiles, or -1.
+inline int small_tile(const AttentionParams& params, const Device& device, bool is_backward) {
+  const bool has_bias = params.bias.data != nullptr;
+  if (size_of(params.query.type) != 2 || params.is_relative || params.dropout.is_given() ||
+      params.heads != params.key_heads || params.queries <= kMaxDecodeQueries || params.keys == 0 ||
+      params.members_of_bias() < (has_bias ? kFewestSmallMembers : kFewestSmallHeads))
+    return -1;
+  for (int index = 0; index < static_cast<int>(std::size(kAttentionSmallTiles)); ++index) {
+    const AttentionSmallTile& tile = kAttentionSmallTiles[index];
+    if (std::max(params.queries, params.keys) <= tile.side &&
+        std::max(params.head_dim, params.value_dim) <= tile.head_dim &&
+        (tile.holds_bias() || !has_bias || bias_kind(params) == BiasKind::kTile) &&
+        SmallLayout(tile, is_backward).bytes <= device.shared_bytes)
+      return index;
+  }
+  return -1;
+}
+inline int small_tile(const AttentionForwardParams& params, const Device& device) {
+  return small_tile(params, device, false);
+}
+inline int small_tile(const AttentionBackwardParams& params, const Device& device) {
+  const BiasGradient kind = params.bias_gradient_kind;
+  return kind == BiasGradient::kNone || kind == BiasGradient::kShared
+             ? small_tile(params, device, true)
+             : -1;
+}
+
+// What plans of both passes say of small heads. Returns into how many parts members are cut.
+template <class Plan>
+int plan_small(Plan& plan, const AttentionParams& params, bool is_backward, const Device& device) {
+  const AttentionSmallTile& tile = kAttentionSmallTiles[plan.tile];
+  plan.tile_head_dim = plan.tile_value_dim = tile.head_dim;
+  plan.tile_queries = plan.tile_keys = tile.side;
+  plan.threads = tile.threads();
+  plan.shared_bytes = SmallLayout(tile, is_backward).bytes;
+  const int64_t members = params.members_of_bias();
+  const int64_t entries = params.bias_batches() * params.bias_heads();
+  const int64_t room =
+      device.multiprocessors *
+      std::min(is_backward ? tile.backward_blocks : tile.forward_blocks,
+               device.shared_bytes_per_sm / (plan.shared_bytes + kReservedSharedBytes));
+  const auto time_of = [&](int64_t parts) {
+    return divide_up(entries * parts, room) * (divide_up(members, parts) + kMembersOfSmallStart);
+  };
+  int64_t best = 1;
+  for (int64_t waves = 1; waves <= kMostSmallWaves; ++waves) {
+    const int64_t parts = std::clamp<int64_t>(waves * room / entries, 1, members);
+    if (time_of(parts) < time_of(best)) best = parts;
+  }
+  plan.blocks = best * entries;
+  return static_cast<int>(best);
+}
+
 // Whether the gradient of a shared bias takes less time in order than by atomics: in small windows
 // each block of keys would add to all entries.
 inline bool is_faster_in_order(const AttentionBackwardParams& params) {
@@ -210,6 +264,12 @@ struct Sm80 {
       plan.threads = threads;
       plan.shared_bytes = shared_bytes;
     };
+    if (const int tile = small_tile(params, device); tile >= 0) {
+      plan.kernel = ForwardKernel::kSmall;
+      plan.tile = tile;
+      plan.bias_parts = plan_small(plan, params, false, device);
+      return plan;
+    }
     if (is_wide(params)) {
       plan.kernel = ForwardKernel::kWide;
       set_tile(kMaxWideHeadDim, kWideRows, kWideKeys, kWideThreads, WideLayout::kBytes);
@@ -247,6 +307,16 @@ struct Sm80 {
   static BackwardPlan plan(const AttentionBackwardParams& params, bool is_deterministic,
                            const Device& device, std::optional<QueryGradient> query_gradient = {}) {
     BackwardPlan plan;
+    plan.bias_gradient = params.bias_gradient_kind;
+    if (const int tile = small_tile(params, device); tile >= 0) {
+      plan.kernel = BackwardKernel::kSmall;
+      plan.query_gradient = QueryGradient::kWhole;
+      plan.tile = tile;
+      plan.in_order.parts = plan_small(plan, params, true, device);
+      if (plan.bias_gradient != BiasGradient::kNone) plan.bias_gradient = BiasGradient::kInOrder;
+      plan.finish(params);
+      return plan;
+    }
     plan.tile = tile_for(kAttentionBackwardTiles, params, device);
     const AttentionBackwardTile& tile = kAttentionBackwardTiles[plan.tile];
     const BiasKind kind = bias_kind(params);
@@ -266,7 +336,6 @@ struct Sm80 {
       plan.query_gradient =
           query_gradient_kind(params, tile, resident * device.multiprocessors, is_deterministic);
     }
-    plan.bias_gradient = params.bias_gradient_kind;
     if (plan.bias_gradient == BiasGradient::kShared &&
         (is_deterministic || is_faster_in_order(params)))
       plan.bias_gradient = BiasGradient::kInOrder;

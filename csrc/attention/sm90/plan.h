@@ -147,7 +147,7 @@ struct Sm90 {
   template <class HasCode>
   static std::optional<ForwardPlan> plan(const AttentionForwardParams& params, const Device& device,
                                          HasCode&& has_code) {
-    if (device.major != kHopperMajor) return {};
+    if (device.major != kHopperMajor || small_tile(params, device) >= 0) return {};
     ForwardPlan plan;
     plan.backend = kId;
     plan.tile = hopper_forward_tile(params);
@@ -176,7 +176,7 @@ struct Sm90 {
   static std::optional<BackwardPlan> plan(const AttentionBackwardParams& params,
                                           bool is_deterministic, const Device& device,
                                           HasCode&& has_code) {
-    if (device.major != kHopperMajor) return {};
+    if (device.major != kHopperMajor || small_tile(params, device) >= 0) return {};
     BackwardPlan plan;
     plan.backend = kId;
     plan.tile = hopper_backward_tile(params);
