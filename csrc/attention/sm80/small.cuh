@@ -174,6 +174,10 @@ class SmallHead {
     for (int i = thread_index_anew() * 16; i < kLayout.results; i += kThreads * 16)
       *reinterpret_cast<uint4*>(memory + i) = {};
     __syncthreads();
+    if constexpr (Memory::kIsOneChunk) {
+      if (is_cut(0, Memory::kSide))
+        cut_.template find<false, true>(params, 0, 0, first_query, 0, true);
+    }
     if (params.bias.data == nullptr) return;
     const BiasRows<T> rows(params, first.batch, first.head);
     if constexpr (Memory::kTile.holds_bias()) {
@@ -199,11 +203,11 @@ class SmallHead {
   __device__ __forceinline__ Excluded<1, kN> excluded_of(const SmallMember& member) const {
     constexpr int kFirstKey = Memory::kChunkKeys * kChunk;
     Excluded<1, kN> excluded;
-    const bool is_cut = first_query + 16 > params.queries || kFirstKey + 8 * kN > params.keys ||
-                        params.window_left >= 0 || params.window_right >= 0;
-    if (is_cut || params.block_mask.words != nullptr)
+    if constexpr (Memory::kIsOneChunk) excluded = cut_;
+    const bool has_cut = !Memory::kIsOneChunk && is_cut(kFirstKey, 8 * kN);
+    if (has_cut || params.block_mask.words != nullptr)
       excluded.template find<false>(params, member.batch, member.head, first_query, kFirstKey,
-                                    is_cut);
+                                    has_cut);
     return excluded;
   }
   // This warp's logits.
@@ -248,6 +252,14 @@ class SmallHead {
   }
 
  private:
+  // Whether length or window excludes some of the keys.
+  __device__ bool is_cut(int first_key, int count) const {
+    return first_query + 16 > params.queries || first_key + count > params.keys ||
+           params.window_left >= 0 || params.window_right >= 0;
+  }
+
+  // What length and window exclude of all members, where that is one chunk.
+  Excluded<1, Memory::kSide / 8> cut_;
   // 0 beyond the tensor.
   Accumulators<1, Memory::kTile.holds_bias() ? Memory::kSide / 8 : 1> bias_ = {};
 };
