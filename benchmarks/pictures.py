@@ -468,7 +468,7 @@ def times(shape: str) -> str:
 
 def origin(rows: list[Row]) -> str:
     """Where and with what the rows were measured."""
-    return f"{rows[0]['gpu']}, torch {rows[0]['torch']}"
+    return f"{' and '.join(dict.fromkeys(row['gpu'] for row in rows))}, torch {rows[0]['torch']}"
 
 
 def in_colours_of_the_page(figure: plt.Figure) -> str:

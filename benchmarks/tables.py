@@ -223,11 +223,11 @@ def origin(name: str, script: str) -> str:
         return f"Not measured yet: `python benchmarks/{script}` writes {name}."
     row = rows[-1]
     commits = list(dict.fromkeys(each["commit"] for each in rows))
-    device = row.get("gpu") or row["device"]
+    devices = dict.fromkeys(each.get("gpu") or each["device"] for each in rows)
     with_transformers = f", transformers {row['transformers']}" if "transformers" in row else ""
     return (
         f"Every case: [{name}](../benchmarks/results/{name}), from `python benchmarks/{script}`. "
-        f"{device}, torch {row['torch']}{with_transformers}, "
+        f"{' and '.join(devices)}, torch {row['torch']}{with_transformers}, "
         f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}, {row['date']}."
     )
 
