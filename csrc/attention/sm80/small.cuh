@@ -399,7 +399,7 @@ struct SmallRows {
   __device__ bool is_finite() const {
     return __all_sync(~0u, fabsf(delta[0]) < INFINITY && fabsf(delta[1]) < INFINITY) != 0;
   }
-  // Subtracts the gradient of the log-sum-exp, and stores that of the sink.
+  // Subtracts the gradient of the log-sum-exp, and stores those of options of the logits.
   __device__ __forceinline__ void add_options(const AttentionBackwardParams& params,
                                               const SmallMember& member, int first_query) {
     if (params.lse_gradient == nullptr && params.sink_gradient == nullptr) return;
