@@ -543,9 +543,10 @@ def test_small_heads_that_share_a_bias(
 @pytest.mark.parametrize("tokens", [49, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool) -> None:
-    """A head that sees nothing, whose log-sum-exp has a gradient that is no number."""
+    """Nor what a head that sees nothing has: values that overflow, a gradient of the lse."""
     shape = {"batch": 60, "heads": (20, 20), "lengths": (tokens, tokens), "dims": (32, 32)}
     q, k, v = tensors("cuda", torch.bfloat16, **shape)
+    v[1] = 3e38
     leaves = [q, k, v]
     if has_bias:
         leaves.append(normal(20, tokens, tokens, device="cuda", dtype=q.dtype, seed=4))
@@ -1132,6 +1133,20 @@ def test_rows_with_nothing_left(by: str, sink: Any, device: str) -> None:
         assert (found["query"].movedim(-1, 0)[:, empty] == 0).all()
         if sink is None:
             assert (found["lse"][empty] == -INF).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("batch", "heads"), [(0, 8), (0, 1024), (1024, 0)])
+def test_no_small_heads(batch: int, heads: int, has_bias: bool, device: str) -> None:
+    inputs = [torch.ones(batch, heads, 49, 32, device=device, dtype=torch.bfloat16)] * 3
+    leaf = torch.ones(49, 49, device=device, dtype=torch.bfloat16, requires_grad=True)
+    bias = leaf if has_bias else None
+    for each in inputs:
+        each.requires_grad_()
+    output = megasoftmax.attention(*inputs, bias=bias, fused=True if device == "cuda" else None)
+    assert output.shape == (batch, heads, 49, 32)
+    output.sum().backward()
+    assert leaf.grad is None or not leaf.grad.any()
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ struct InOrderLayout {
 };
 
 // Small heads: queries, keys and values of each stage, backward also gradients of outputs; the
-// bias, unless registers hold it; backward, weights and gradients of scores; results. Of scores,
-// each 64 keys are a tile, and what is left one of 32.
+// bias, unless registers hold it; backward, weights and gradients of scores; results. Scores lie in
+// tiles of the keys that a warp takes at a time, filled up to 32.
 struct SmallLayout {
   int tile_bytes, stage_bytes, bias, weights, scores, results, bytes;
 

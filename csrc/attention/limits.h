@@ -319,7 +319,8 @@ inline constexpr int kSmallStages = 2;  // members in shared memory at a time
 // Fewest batches and heads that share an entry of the bias, and fewest heads of all batches without
 // a bias. With fewer, other kernels begin sooner.
 inline constexpr int kFewestSmallMembers = 4, kFewestSmallHeads = 1024;
-// A block takes so many members' time to begin and to end. Blocks fill at most kMostSmallWaves.
+// To begin and to end, a block takes the time of kMembersOfSmallStart heads. Blocks are as many as
+// run at a time, or up to kMostSmallWaves times as many.
 inline constexpr int kMembersOfSmallStart = 2, kMostSmallWaves = 4;
 
 }  // namespace megasoftmax

@@ -47,7 +47,7 @@ struct AttentionParams {
   int mask_block = 1;  // or a multiple of kMaskTile
   VisibleRanges visible;
   bool is_relative = false;                  // the bias: an entry depends on key - query alone
-  Divider batches_per_bias, heads_per_bias;  // without a bias, all
+  Divider batches_per_bias, heads_per_bias;  // of all, without a bias
   // Where a block takes the batches and heads that share an entry of the bias, its members: into
   // how many parts they are cut. Set by the launcher.
   int bias_parts = 1;
@@ -158,7 +158,7 @@ enum class BiasGradient {
   kQueries,     // sums over keys, [batches, heads, queries], float32
   kShared,      // sums over batches and heads that share an entry, in any order, float32
   kInClusters,  // such sums in a fixed order, in the type of the bias, by Hopper's clusters
-  kInOrder,     // such sums in a fixed order, in the type of the bias, by a launch of its own
+  kInOrder,     // such sums in a fixed order, in the type of the bias, from parts
   kDiagonals,   // sums along diagonals of each tile of keys, float32
 };
 

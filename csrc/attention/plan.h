@@ -90,7 +90,7 @@ struct BackwardPlan : AttentionPlan {
   int stages = 1;  // tiles of queries in shared memory at a time
   QueryGradient query_gradient = QueryGradient::kAdded;
   BiasGradient bias_gradient = BiasGradient::kNone;
-  BiasGradientPlan in_order;  // of BiasGradient::kInOrder
+  BiasGradientPlan in_order;  // of BiasGradient::kInOrder, and parts of small heads
   // Kernels write zeros to the gradient of the bias where no tile is.
   bool clears_bias_gradient = false;
   int64_t sums_at = 0, rows_at = 0, turns_at = 0, parts_at = 0, diagonals_at = 0;

@@ -96,7 +96,11 @@ struct Inputs {
       : query(aligned(q, padded(q.size(3)))),
         key(aligned(k, padded(k.size(3)))),
         value(aligned(v, padded(v.size(3)))) {
-    if (bias) bias_rows = is_read_once ? *bias : with_fast_rows(*bias, k.size(2));
+    if (bias) {
+      // One on another device is refused later.
+      const bool is_beside = bias->is_cuda() && bias->get_device_index() == q.get_device_index();
+      bias_rows = is_read_once || !is_beside ? *bias : with_fast_rows(*bias, k.size(2));
+    }
     check(q.size(3) == k.size(3), "query and key must have the same head dimension");
   }
 };

@@ -28,7 +28,7 @@ struct SmallMemory {
 
   // Keys at a time, of which the last chunk may have fewer. Where registers hold sums of dB for
   // several chunks, these are smaller.
-  static constexpr bool kIsOneChunk = kSide <= 64;
+  static constexpr bool kIsOneChunk = kTile.holds_bias();
   static constexpr int kChunkKeys = kIsBackward && !kIsOneChunk ? 32 : 64;
   static constexpr int kChunks = divide_up(kSide, kChunkKeys);
   static constexpr int chunk_keys(int chunk) {
@@ -72,12 +72,12 @@ struct SmallMember {
   }
 };
 
-// Whole rows of a tensor between global memory and a tile: which 16-byte vectors a lane of a warp
-// has.
+// Whole rows of a tensor between global memory and a tile: the 16-byte vectors of a lane, in
+// every kRowsAtATime-th row.
 template <class Rows>
 struct LaneOfRows {
   static constexpr int kRowsAtATime = 32 / Rows::kVectors;
-  int row, column, place;  // of the first one; places repeat after eight rows
+  int row, column, place;  // of the first vector
 
   __device__ explicit LaneOfRows(int first_row) {
     const int lane = thread_index_anew() % 32, vector = lane % Rows::kVectors;
@@ -85,16 +85,17 @@ struct LaneOfRows {
     column = vector * Rows::kInVector;
     place = static_cast<int>(Rows::offset(row, vector));
   }
-  // The place of the vector `i` steps of rows further.
-  __device__ int place_of(int i) const {
+  // The place of vector `i`, from that of the first one. The swizzle repeats after eight rows.
+  template <class Integer>
+  __device__ static Integer place_of(Integer first, int i) {
     constexpr int kTurns = 8 / kRowsAtATime;
-    return (place ^ i % kTurns * kRowsAtATime % Rows::kVectors * 16) +
+    return (first ^ i % kTurns * kRowsAtATime % Rows::kVectors * 16) +
            i * kRowsAtATime * Rows::kRowBytes;
   }
 };
 
-// The copies of a warp: rows of one tensor of each member. As many warps as fit have the same
-// tensor.
+// The copies of a warp: rows of one tensor of each member. The warps are shared out among the
+// tensors.
 template <class Memory>
 class SmallCopies {
  public:
@@ -122,10 +123,7 @@ class SmallCopies {
       const T* row = next_;
 #pragma unroll
       for (int i = 0; i < kRows / Lane::kRowsAtATime; ++i, row += row_step_) {
-        constexpr int kTurns = 8 / Lane::kRowsAtATime;
-        const uint32_t turned = tile_ ^ i % kTurns * Lane::kRowsAtATime % Rows::kVectors * 16;
-        if (i < count_)
-          start_copy(turned + stage_offset + i * Lane::kRowsAtATime * Rows::kRowBytes, row);
+        if (i < count_) start_copy(Lane::place_of(tile_, i) + stage_offset, row);
       }
       next_ += member_.advance(params) ? batch_step_ : head_step_;
       --left_;
@@ -246,7 +244,8 @@ class SmallHead {
 #pragma unroll
     for (int i = 0; i < 16 / Lane::kRowsAtATime; ++i) {
       if (lane.row + i * Lane::kRowsAtATime < rows)
-        *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(tile + lane.place_of(i));
+        *reinterpret_cast<uint4*>(row) =
+            *reinterpret_cast<const uint4*>(tile + Lane::place_of(lane.place, i));
       row += Lane::kRowsAtATime * tensor.query_stride;
     }
   }
@@ -362,6 +361,7 @@ struct SmallRows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       log2_sum[half] = log2_sum[half] == -INFINITY ? INFINITY : log2_sum[half] * kLog2E;
+      if constexpr (kVectors == 0) continue;
       delta[half] = 0.f;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -481,6 +481,8 @@ __global__ void __launch_bounds__(kAttentionSmallTiles[kIndex].threads(),
           float& gradient = gradients[0][i / 4][i % 4];
           gradient = weights[0][i / 4][i % 4] * (gradient - rows.delta[i % 4 / 2]);
         }
+        // Of one chunk delta is not finite where such a gradient is not.
+        if constexpr (!Memory::kIsOneChunk) excluded.apply(gradients, 0.f);
         if (!rows.is_finite()) {
 #pragma unroll
           for (int i = 0; i < 4 * kN; ++i) {
