@@ -139,17 +139,25 @@ class SmallCopies {
   uint32_t tile_;
 };
 
-// The copies of this warp, if they are of this tensor. A warp that is left over copies nothing.
-template <class Memory>
-__device__ __forceinline__ SmallCopies<Memory> small_copies(const AttentionParams& params,
-                                                            const BiasMembers& members,
-                                                            const Strided& tensor, uint32_t memory,
-                                                            int rows, int columns) {
-  const int warp = uniform(thread_index_anew() / 32), number = warp / Memory::kTensors;
+// The copies of this warp. A warp that is left over copies nothing.
+template <class Memory, class Params>
+__device__ __forceinline__ SmallCopies<Memory> copies_of_warp(const Params& params,
+                                                              const BiasMembers& members,
+                                                              uint32_t memory) {
+  const int warp = uniform(thread_index_anew() / 32), role = warp % Memory::kTensors;
+  const int number = warp / Memory::kTensors;
   const bool is_left_over = number == Memory::kWarps / Memory::kTensors;
-  return SmallCopies<Memory>(params, members, tensor, is_left_over ? 0 : number,
-                             memory + warp % Memory::kTensors * Memory::kLayout.tile_bytes,
-                             is_left_over ? 0 : rows, columns);
+  const auto of = [&](const Strided& tensor, int rows, int columns) {
+    return SmallCopies<Memory>(params, members, tensor, is_left_over ? 0 : number,
+                               memory + role * Memory::kLayout.tile_bytes, is_left_over ? 0 : rows,
+                               columns);
+  };
+  if constexpr (Memory::kTensors == 4) {
+    if (role == 3) return of(params.output_gradient, params.queries, params.value_dim);
+  }
+  return role == 0   ? of(params.query, params.queries, params.head_dim)
+         : role == 1 ? of(params.key, params.keys, params.head_dim)
+                     : of(params.value, params.keys, params.value_dim);
 }
 
 // What is the same for all members.
@@ -277,13 +285,7 @@ __global__ void __launch_bounds__(kAttentionSmallTiles[kIndex].threads(),
   SmallMember member(params, members);
   const SmallHead<Memory> small_head(params, shared_memory, member);
   const int first_query = small_head.first_query;
-  const int role = uniform(thread_index_anew() / 32) % Memory::kTensors;
-  const auto copies_of = [&](const Strided& tensor, int rows, int columns) {
-    return small_copies<Memory>(params, members, tensor, memory, rows, columns);
-  };
-  auto copies = role == 0   ? copies_of(params.query, params.queries, params.head_dim)
-                : role == 1 ? copies_of(params.key, params.keys, params.head_dim)
-                            : copies_of(params.value, params.keys, params.value_dim);
+  auto copies = copies_of_warp<Memory>(params, members, memory);
   copies.start(params, 0);
 #pragma unroll 1
   for (int left = members.end - members.begin, at = 0; left > 0; --left) {
@@ -431,14 +433,7 @@ __global__ void __launch_bounds__(kAttentionSmallTiles[kIndex].threads(),
   SmallMember member(params, members);
   const SmallHead<Memory> small_head(params, shared_memory, member);
   const int first_query = small_head.first_query;
-  const int role = uniform(thread_index_anew() / 32) % Memory::kTensors;
-  const auto copies_of = [&](const Strided& tensor, int rows, int columns) {
-    return small_copies<Memory>(params, members, tensor, memory, rows, columns);
-  };
-  auto copies = role == 0   ? copies_of(params.query, params.queries, params.head_dim)
-                : role == 1 ? copies_of(params.key, params.keys, params.head_dim)
-                : role == 2 ? copies_of(params.value, params.keys, params.value_dim)
-                            : copies_of(params.output_gradient, params.queries, params.value_dim);
+  auto copies = copies_of_warp<Memory>(params, members, memory);
   copies.start(params, 0);
   float bias_gradient[kSide / 8][4] = {};
 #pragma unroll 1
