@@ -353,6 +353,41 @@ def test_masks_over_any_number_of_tiles(
 
 @gpu
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bias", ["none", "shared", "own", "relative"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(32, 32), (40, 24), (64, 64), (96, 96), (128, 128), (256, 256)])
+@pytest.mark.parametrize("lengths", [(192, 384), (300, 170), (130, 900), (77, 128)])
+def test_masks_of_keys(
+    lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, bias: str
+) -> None:
+    """They have kernels of their own on Hopper. Tiles before and behind all visible keys are not
+    read."""
+    queries, keys = lengths
+    shape = {"batch": 3, "heads": (4, 2), "lengths": lengths, "dims": dims}
+    q, k, v = tensors("cuda", dtype, **shape)
+    given: dict[str, Any] = {}
+    if bias == "relative":
+        table = normal(1, 4, queries + keys - 1, device="cuda", dtype=dtype, seed=4)
+        given["bias"] = RelativeBias(table.requires_grad_())
+    elif bias != "none":
+        batch = 1 if bias == "shared" else 3
+        entries = normal(batch, 4, *lengths, device="cuda", dtype=dtype, seed=4)
+        given["bias"] = entries.requires_grad_()
+    columns = torch.arange(keys, device="cuda")
+    some = coin(3, 1, 1, keys, device="cuda", odds=0.3, seed=6)
+    ends = torch.tensor([keys // 3, keys, 0], device="cuda").reshape(3, 1, 1, 1)
+    cases: dict[str, dict[str, Any]] = {
+        "some": {"mask": some, "sink": 0.5},
+        "padding behind": {"mask": columns >= ends},  # of one batch all
+        "padding before": {"mask": columns < ends, "causal": True},
+        "of heads": {"mask": coin(3, 4, 1, keys, device="cuda", seed=8), "window": (70, 30)},
+    }
+    for what, options in cases.items():
+        check(q, k, v, **given, **options, what=what)
+
+
+@gpu
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dims", [(136, 136), (192, 192), (200, 256), (256, 256)])
 @pytest.mark.parametrize("lengths", [(17, 1), (65, 63), (64, 128), (300, 170), (1000, 130)])
@@ -1231,7 +1266,7 @@ def test_sinks_of_minus_infinity_have_no_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("by", ["mask", "causal", "window"])
+@pytest.mark.parametrize("by", ["mask", "mask of keys", "causal", "window"])
 def test_excluded_is_zero_whatever_stands_there(by: str, value: float, device: str) -> None:
     """What an excluded key and its bias hold reaches nothing but the gradient of that key.
 
@@ -1243,13 +1278,14 @@ def test_excluded_is_zero_whatever_stands_there(by: str, value: float, device: s
         if device == "cpu":
             attention = functools.partial(megasoftmax.attention, fused=False)
         lengths = (66, 66) if device == "cuda" else (6, 6)
-        q, k, v = tensors(device, dtype, lengths=lengths)
+        dim = 64 if device == "cuda" and by == "mask of keys" else 8  # with a kernel of its own
+        q, k, v = tensors(device, dtype, lengths=lengths, dims=(dim, dim))
         m, n = lengths
         bias = normal(2, 4, m, n, device=device, dtype=dtype, seed=4)
         dirty_k, dirty_bias = k.clone(), bias.clone()
         arguments: dict[str, Any] = {}
-        if by == "mask":
-            mask = coin(2, 1, m, n, device=device)
+        if by in ("mask", "mask of keys"):
+            mask = coin(2, 1, 1 if by == "mask of keys" else m, n, device=device)
             mask[..., 3] = True
             arguments["mask"] = mask
             dirty_k[:, :, 3] = value
@@ -1261,14 +1297,14 @@ def test_excluded_is_zero_whatever_stands_there(by: str, value: float, device: s
             arguments["window"] = (1, 2)
             ones = torch.ones(m, n, device=device)
             dirty_bias.masked_fill_((ones.triu(3) + ones.tril(-2)).bool(), value)
-        g = normal(2, 4, m, 8, device=device, dtype=dtype, seed=7)
+        g = normal(2, 4, m, dim, device=device, dtype=dtype, seed=7)
         results = []
         for keys, biases in ((k, bias), (dirty_k, dirty_bias)):
             inputs = [each.detach().requires_grad_() for each in (q, keys, v, biases)]
             output = attention(*inputs[:3], bias=inputs[3], **arguments)
             found = torch.autograd.grad(output, inputs, g)
             results.append((output.detach(), found[1], found[2], found[3]))
-            if by == "mask":
+            if "mask" in by:
                 assert (found[1][:, :, 3] == 0).all()
         for clean, dirty in zip(*results, strict=True):
             assert torch.equal(clean, dirty)

@@ -116,6 +116,7 @@ class QueryTiles {
     find(params, batch, first_key);
   }
   __device__ bool are_left() const { return head < last_head_; }
+  __device__ void skip_all() { head = last_head_; }
   // The queries of the tiles of each head, if there is no block mask.
   __device__ int begin() const { return begin_; }
   __device__ int end() const {

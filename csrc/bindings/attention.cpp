@@ -122,6 +122,8 @@ void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
   }
   params.mask = {mask.data_ptr(), DType::kFloat32, strides[0], strides[1], strides[2], strides[3]};
   params.mask_block = static_cast<int>(block);
+  params.block_mask.layout =
+      BlockMaskLayout(params.queries, params.keys, static_cast<int>(block > 1 ? 0 : mask.size(2)));
 }
 
 // Makes params.block_mask where there is a mask or a range: of `given`, which was made of the same
@@ -139,9 +141,7 @@ std::optional<Tensor> set_block_mask(AttentionParams& params, const std::optiona
     return has;
   };
   const int64_t batches = any_has(0) ? params.batches : 1, heads = any_has(1) ? params.heads : 1;
-  const int64_t bit_rows = !mask || params.mask_block > 1 ? 0 : mask->size(2);
-  params.block_mask.layout =
-      BlockMaskLayout(params.queries, params.keys, static_cast<int>(bit_rows));
+  if (!mask) params.block_mask.layout = BlockMaskLayout(params.queries, params.keys, 0);
   const int64_t words = params.block_mask.layout.words();
   if (given) {
     check(!first && !end, "a block mask of ranges is made anew");

@@ -27,7 +27,7 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsUnmasked, bool kHasTurns, int kIndex>
+template <class T, HopperBias kBias, HopperMask kMask, bool kHasTurns, int kIndex>
 __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads, 1)
     attention_hopper_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
                                      const __grid_constant__ BackwardTensorMaps maps) {
@@ -46,9 +46,14 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
   first_key *= Memory::kKeys;
-  using Roles = HopperBackward<T, kBias, kIsUnmasked, kIndex>;
-  const typename Roles::Block block{
-      first_key, key_head, batch, {params, batch, key_head, first_key}};
+  using Roles = HopperBackward<T, kBias, kMask, kIndex>;
+  typename Roles::Block block{first_key, key_head, batch, {params, batch, key_head, first_key}};
+  if constexpr (Roles::kMasksKeys) {
+    const int tile = first_key / kMaskTile;
+    if (!is_seen(params, batch, block.tiles.head, 0, tile) &&
+        !is_seen(params, batch, block.tiles.head, 0, tile + 1))
+      block.tiles.skip_all();
+  }
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
     Roles::copy(params, maps, memory, bias_sums, block);

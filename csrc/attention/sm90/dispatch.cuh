@@ -82,8 +82,8 @@ bool has_code(Sm90, const AttentionForwardParams& params, int tile) {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       if constexpr (takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
         static const bool has_kernels =
-            is_compiled(attention_hopper_forward_kernel<T, kBias, false, kIndex>) &&
-            is_compiled(attention_hopper_forward_kernel<T, kBias, true, kIndex>);
+            is_compiled(attention_hopper_forward_kernel<T, kBias, HopperMask::kNone, kIndex>) &&
+            is_compiled(attention_hopper_forward_kernel<T, kBias, HopperMask::kAny, kIndex>);
         is_there = has_kernels;
       }
       return cudaSuccess;
@@ -112,9 +112,14 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
         if (params.tile_counter != nullptr)
           MEGASOFTMAX_RETURN_IF_ERROR(
               cudaMemsetAsync(params.tile_counter, 0, sizeof(*params.tile_counter), stream));
-        const auto kernel = is_unmasked(params)
-                                ? attention_hopper_forward_kernel<T, kBias, true, kIndex>
-                                : attention_hopper_forward_kernel<T, kBias, false, kIndex>;
+        constexpr HopperMask kKeyMask = Memory::kHasMasked ? HopperMask::kKeys : HopperMask::kAny;
+        const HopperMask mask = hopper_mask(params, Memory::kTile);
+        const auto kernel =
+            mask == HopperMask::kNone
+                ? attention_hopper_forward_kernel<T, kBias, HopperMask::kNone, kIndex>
+            : mask == HopperMask::kKeys
+                ? attention_hopper_forward_kernel<T, kBias, kKeyMask, kIndex>
+                : attention_hopper_forward_kernel<T, kBias, HopperMask::kAny, kIndex>;
         // Before the maps, because it gives a new thread its context.
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         TensorMaps maps;
@@ -135,12 +140,12 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
   });
 }
 
-template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex, bool kHasTurns = false>
+template <class T, HopperBias kBias, HopperMask kMask, int kIndex, bool kHasTurns = false>
 constexpr auto hopper_backward_kernel() {
   if constexpr (kAttentionHopperBackwardTiles[kIndex].is_wide()) {
-    return attention_hopper_wide_backward_kernel<T, kIsUnmasked, kIndex>;
+    return attention_hopper_wide_backward_kernel<T, kMask == HopperMask::kNone, kIndex>;
   } else {
-    return attention_hopper_backward_kernel<T, kBias, kIsUnmasked, kHasTurns, kIndex>;
+    return attention_hopper_backward_kernel<T, kBias, kMask, kHasTurns, kIndex>;
   }
 }
 
@@ -151,8 +156,8 @@ bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
       if constexpr (takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
         static const bool has_kernels =
-            is_compiled(hopper_backward_kernel<T, kBias, false, kIndex>()) &&
-            is_compiled(hopper_backward_kernel<T, kBias, true, kIndex>());
+            is_compiled(hopper_backward_kernel<T, kBias, HopperMask::kNone, kIndex>()) &&
+            is_compiled(hopper_backward_kernel<T, kBias, HopperMask::kAny, kIndex>());
         is_there = has_kernels;
       }
       return cudaSuccess;
@@ -203,9 +208,14 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
           }
         }
         const auto launch_kernel = [&]<bool kHasTurns>() {
+          constexpr HopperMask kKeyMask = kHasTurns ? HopperMask::kAny : HopperMask::kKeys;
+          const HopperMask mask = hopper_mask(params);
           return launch_with_maps(
-              is_unmasked(params) ? hopper_backward_kernel<T, kBias, true, kIndex, kHasTurns>()
-                                  : hopper_backward_kernel<T, kBias, false, kIndex, kHasTurns>(),
+              mask == HopperMask::kNone
+                  ? hopper_backward_kernel<T, kBias, HopperMask::kNone, kIndex, kHasTurns>()
+              : mask == HopperMask::kKeys
+                  ? hopper_backward_kernel<T, kBias, kKeyMask, kIndex, kHasTurns>()
+                  : hopper_backward_kernel<T, kBias, HopperMask::kAny, kIndex, kHasTurns>(),
               divide_up(params.keys, Memory::kKeys), params.key_heads, plan.blocks, cluster,
               Memory::kThreads, Memory::kBytes, stream, params, maps);
         };

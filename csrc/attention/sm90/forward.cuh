@@ -20,12 +20,14 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
 __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     attention_hopper_forward_kernel(const __grid_constant__ AttentionForwardParams params,
                                     const __grid_constant__ TensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Memory = HopperMemory<kBias, kIndex>;
+  using Roles = HopperForward<T, kBias, kMask, kIndex>;
+  constexpr bool kIsUnmasked = Roles::kIsUnmasked;
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
@@ -36,8 +38,18 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     if constexpr (kBias == HopperBias::kTile) prefetch_map(maps.bias);
     memory.init_barriers(kIsUnmasked);
   }
+  if constexpr (Roles::kMasksKeys) {
+    constexpr int kThreads = Memory::kThreads;
+    const int thread = static_cast<int>(threadIdx.x);
+    for (int at = 16 * thread; at < Memory::kOnesAt - Memory::kMaskedAt; at += 16 * kThreads)
+      store_four(memory.masked(0) + at, {0, 0, 0, 0});
+    // Swizzled: the first vector of row r is vector r.
+    if (thread < Memory::kOnesBytes / 16)
+      store_four(memory.ones() + 16 * thread,
+                 {thread / 8 == thread % 8 ? round_pair<T>(1.f, 0.f) : 0, 0, 0, 0});
+    publish_writes();
+  }
   __syncthreads();
-  using Roles = HopperForward<T, kBias, kIsUnmasked, kIndex>;
   using Tiles = typename Roles::Tiles;
   using Queries = typename Roles::Queries;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
@@ -123,6 +135,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       begin_products();
       start_product_of_rows<T, kDim>(scores[0], a, Memory::kQueryPanelBytes, b,
                                      Memory::kPanelBytes);
+      if constexpr (Roles::kMasksKeys)
+        start_product<T, true>(scores[0], rows_alike_at(memory.ones()),
+                               matrix_at(memory.masked(stage), Memory::kMaskedPanelBytes), true);
       end_products();
     };
     const auto start_output = [&](int stage) {
@@ -297,6 +312,19 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
             weights[i / 4][i % 4] = xor_here(next[i / 4][i % 4], nothing);
         }
         return;
+      }
+      if constexpr (Roles::kMasksKeys) {
+        // Where a score or the bias is infinite or no number, -infinity may have become NaN.
+        float all = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4 * kN; ++i) all = max_or_nan(all, scores[0][i / 4][i % 4]);
+        if (__any_sync(~0u, isnan(all))) {
+          const uint32_t* const bits = params.block_mask.of(queries.batch, head) +
+                                       params.block_mask.layout.bits() + tiles.key / 32;
+          Excluded<1, kN> by_mask;
+          by_mask.add_words([&](int, int word) { return __ldg(bits + word); });
+          by_mask.apply_all(scores, -INFINITY);
+        }
       }
       const float before[2] = {softmax.max[0][0], softmax.max[0][1]};
       factors[0] = factors[1] = 1.f;

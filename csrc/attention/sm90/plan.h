@@ -43,6 +43,35 @@ constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bi
   return bias == HopperBias::kNone || !tile.is_wide();
 }
 
+// What kernels of the forward look at beside length and window.
+enum class HopperMask {
+  kNone,
+  kKeys,  // of keys alone, as one more step of the product of queries and keys
+  kAny,   // masks, ranges, dropout
+};
+// Whether a tile has room for a mask of keys beside the bias.
+constexpr bool takes_key_mask(const AttentionHopperTile& tile, HopperBias bias) {
+  return bias != HopperBias::kTile || tile.head_dim <= 64;
+}
+inline HopperMask hopper_mask(const AttentionParams& params) {
+  if (params.visible.are_given() || params.dropout.is_given()) return HopperMask::kAny;
+  if (params.mask.data == nullptr) return HopperMask::kNone;
+  return params.block_mask.layout.bit_rows == 1 ? HopperMask::kKeys : HopperMask::kAny;
+}
+inline HopperMask hopper_mask(const AttentionForwardParams& params,
+                              const AttentionHopperTile& tile) {
+  const HopperMask mask = hopper_mask(params);
+  return mask == HopperMask::kKeys && !takes_key_mask(tile, hopper_bias(params)) ? HopperMask::kAny
+                                                                                 : mask;
+}
+// Backward, a block has keys of all heads that share them. Turns have no kernels for it.
+inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
+  const HopperMask mask = hopper_mask(static_cast<const AttentionParams&>(params));
+  const bool is_of_keys = params.heads_per_key_head.divisor == 1 || params.mask.head_stride == 0;
+  return mask == HopperMask::kKeys && (!is_of_keys || params.turns != nullptr) ? HopperMask::kAny
+                                                                               : mask;
+}
+
 // The first tile of a table that holds the head dimensions and takes the bias, or -1.
 template <class TileShape, int kCount>
 int hopper_tile_for(const TileShape (&tiles)[kCount], const AttentionParams& params) {
@@ -86,8 +115,8 @@ inline bool sums_in_clusters(const AttentionBackwardParams& params) {
          (batches & (batches - 1)) == 0;
 }
 
-// Whether blocks of Hopper's forward take several tiles of queries, by length and window. With a
-// mask or ranges they do in any case: see AttentionForwardParams::tile_counter.
+// Whether blocks of Hopper's forward take several tiles of queries, by length and window. With
+// HopperMask::kAny they do in any case: see AttentionForwardParams::tile_counter.
 inline bool is_persistent(const AttentionParams& params, const AttentionHopperTile& tile) {
   const bool is_window = params.window_left >= 0 && params.window_right >= 0;
   const int64_t seen = is_window
@@ -166,7 +195,8 @@ struct Sm90 {
     plan.reads_ranges = true;
     const int64_t tiles = plan.splits.count * plan.row_tiles * plan.heads * params.batches;
     const bool has_bounds = params.mask.data != nullptr || params.visible.are_given();
-    plan.counts_tiles = has_bounds && tiles > device.multiprocessors;
+    plan.counts_tiles = has_bounds && hopper_mask(params, tile) == HopperMask::kAny &&
+                        tiles > device.multiprocessors;
     plan.finish(params, plan.counts_tiles || is_persistent(params, tile) ? device.multiprocessors
                                                                          : INT64_MAX);
     return plan;

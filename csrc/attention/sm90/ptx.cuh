@@ -226,6 +226,13 @@ __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// The larger one, or NaN if one of them is.
+__device__ inline float max_or_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
 // x ^ y, computed here: the compiler may move it neither before nor behind a wait.
 __device__ __forceinline__ uint32_t xor_here(uint32_t x, uint32_t y) {
   uint32_t result;
@@ -249,6 +256,11 @@ __device__ inline uint64_t matrix_at(uint32_t address, int panel_bytes) {
   const uint64_t encoded_address = (address & 0x3ffff) >> 4;
   return encoded_address | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
          uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+// The descriptor of a matrix of up to 64 columns whose rows repeat after eight rows.
+__device__ inline uint64_t rows_alike_at(uint32_t address) {
+  return matrix_at(address, 16) & ~(uint64_t{0x3fff} << 32);
 }
 
 // The descriptor of a matrix that begins so many bytes later, a multiple of 16.

@@ -13,8 +13,10 @@ struct BlockOfKeys {
   Tiles tiles;
 };
 
-template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
 struct HopperBackward {
+  static constexpr bool kMasksKeys = kMask == HopperMask::kKeys;
+  static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;  // but for a mask of keys
   using Memory = HopperBackwardMemory<kBias, kIndex>;
   static constexpr bool kHasTile = kBias == HopperBias::kTile;
   static constexpr bool kHasTable = kBias == HopperBias::kTable;

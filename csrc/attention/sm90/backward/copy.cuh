@@ -13,8 +13,8 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
-__device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::copy(
+template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
+__device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
     const AttentionBackwardParams& params, const BackwardTensorMaps& maps, const Memory& memory,
     const BiasGradientSums<kBias>& bias_sums, const Block& block) {
   const int first_key = block.first_key, key_head = block.key_head, batch = block.batch;

@@ -142,9 +142,8 @@ struct SumsOverBlocks {
   }
 };
 
-template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
-__device__ __forceinline__ void
-HopperBackward<T, kBias, kIsUnmasked, kIndex>::make_dense_bias_gradient(
+template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
+__device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::make_dense_bias_gradient(
     const AttentionBackwardParams& params, const Memory& memory,
     const BiasGradientSums<kBias>& bias_sums, const Block& owned) {
   const int first_key = owned.first_key, key_head = owned.key_head, batch = owned.batch;

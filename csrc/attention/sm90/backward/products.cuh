@@ -15,9 +15,9 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
 template <bool kHasTurns>
-__device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::multiply(
+__device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multiply(
     const AttentionBackwardParams& params, const BackwardTensorMaps& maps, const Memory& memory,
     const BiasGradientSums<kBias>& bias_sums, const Block& block, int warpgroup) {
   const int first_key = block.first_key, key_head = block.key_head, batch = block.batch;
@@ -142,6 +142,31 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
 #pragma unroll
     for (int n = 0; n < kEightsAhead; ++n) deltas_ahead[n] = deltas_at(rows, n);
   };
+  // With a mask of keys: whether it excludes this lane's keys 0 and 8.
+  [[maybe_unused]] bool is_masked[2];
+  // Clears the rows of keys and values that a mask of keys excludes, so that what was there makes
+  // no NaN of a weight of 0.
+  const auto clear_masked = [&] {
+    const BlockMaskLayout& layout = params.block_mask.layout;
+    const uint32_t bits =
+        __ldg(params.block_mask.of(batch, tiles.head) + layout.bits() + warp_key / 32) >>
+        warp_key % 32;
+    const int row = FirstElement().row;
+    is_masked[0] = (bits >> row & 1) != 0;
+    is_masked[1] = (bits >> row >> 8 & 1) != 0;
+    for (int i = lane; i < 16 * 8; i += 32) {
+      if ((bits >> i / 8 & 1) == 0) continue;
+      const uint32_t at = (64 * warpgroup + 16 * warp_in_group) * 128 + 16 * i;
+#pragma unroll
+      for (int panel = 0; panel < Memory::kPanels; ++panel)
+        store_four(memory.keys() + panel * Memory::kKeyPanelBytes + at, {0, 0, 0, 0});
+#pragma unroll
+      for (int panel = 0; panel < Memory::kValuePanels; ++panel)
+        store_four(memory.values() + panel * Memory::kKeyPanelBytes + at, {0, 0, 0, 0});
+    }
+    publish_writes();
+    sync_warpgroups<kWarpgroups>();
+  };
   // Turns scores into weights. Dropped weights become negative.
   const auto weigh = [&](int stage, int step, int head, int query) {
     if constexpr (kHasTile) {
@@ -162,6 +187,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
       for (int i = column % 2; i < 4; i += 2) {
         float& weight = weights[column / 2][i];
         weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.x), kLog2E, -row.y));
+        if (kMasksKeys && is_masked[i / 2]) weight = 0.f;
       }
     }
     if (kIsUnmasked || !params.dropout.is_given()) return;
@@ -231,6 +257,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kIsUnmasked, kIndex>::m
   make_bits();
   if (exchanges_bits) sync_warpgroup(warpgroup);
   memory.keys_are_there().wait(0);
+  if (kMasksKeys && tiles.are_left()) clear_masked();
   int step = 0;
   [[maybe_unused]] uint32_t* taken = nullptr;  // the turn of the step before
   const auto end_turn = [&] {

@@ -7,14 +7,16 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
+template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
 struct HopperForward {
+  static constexpr bool kMasksKeys = kMask == HopperMask::kKeys;
+  static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;  // but for a mask of keys
   using Memory = HopperMemory<kBias, kIndex>;
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   static constexpr bool kHasBias = kBias != HopperBias::kNone;
   static constexpr bool kHasTile = kBias == HopperBias::kTile;
-  using TilesToCopy = TilesOfBlock<kQueries, kKeys, kIsUnmasked>;
+  using TilesToCopy = TilesOfBlock<kQueries, kKeys, kMask>;
   using Tiles = std::conditional_t<kIsUnmasked, TilesToCopy, FollowedTiles>;
   using Queries = QueriesOfBlock<kIsUnmasked && !kHasBias>;
 

@@ -7,8 +7,31 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
-__device__ __forceinline__ void HopperForward<T, kBias, kIsUnmasked, kIndex>::copy(
+// A mask of keys, as a row of a product. Each lane has some keys of a tile.
+template <class T, int kKeys>
+struct MaskedKeys {
+  static constexpr int kOfLane = kKeys / 32;
+  uint32_t bits;  // of this lane's keys that are excluded
+
+  __device__ MaskedKeys(const AttentionParams& params, int batch, int head, int first_key) {
+    const int key = first_key + first();
+    bits = __ldg(params.block_mask.of(batch, head) + params.block_mask.layout.bits() + key / 32) >>
+           key % 32;
+  }
+  __device__ static int first() { return thread_index_anew() % 32 * kOfLane; }
+  // Writes the row, in panels of 64 keys.
+  __device__ void store(uint32_t row, int panel_bytes) const {
+    constexpr uint32_t kExcluded = std::is_same_v<T, __half> ? 0xfc00 : 0xff80;  // -infinity
+    const uint32_t mine = row + first() / 64 * panel_bytes + first() % 64 * 2;
+#pragma unroll
+    for (int i = 0; i < kOfLane; i += 2)
+      store_word(mine + 2 * i,
+                 (bits >> i & 1) * kExcluded | (bits >> (i + 1) & 1) * kExcluded << 16);
+  }
+};
+
+template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
+__device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
     const AttentionForwardParams& params, const TensorMaps& maps, const Memory& memory,
     WorkOfBlock& work) {
   if (threadIdx.x >= 32) {
@@ -51,8 +74,8 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsUnmasked, kIndex>::co
     const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
                                        Barrier used, uint32_t step, int key, auto&& tell) {
       used.wait((step / kStages & 1) ^ 1);
-      if (!is_first) return;
       tell();
+      if (!is_first) return;
       there.arrive_and_expect(kPanels * Memory::kPanelBytes);
       start_copy_of_panels<kPanels>(shared, map, there, kKeys, key, key_head, queries.batch);
     };
@@ -89,14 +112,26 @@ __device__ __forceinline__ void HopperForward<T, kBias, kIsUnmasked, kIndex>::co
       if constexpr (!kIsUnmasked) {
         if (ends) next = work.next(params);
       }
-      if (has_keys)
-        fill.template operator()<Memory::kPanels>(
-            memory.keys(stage), maps.key, memory.keys_are_there(stage), memory.keys_are_used(stage),
-            step, key, [&] {
-              if constexpr (!kIsUnmasked)
-                Memory::step(shared_memory, stage) =
-                    FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
-            });
+      const auto fill_keys = [&](auto&& tell) {
+        fill.template operator()<Memory::kPanels>(memory.keys(stage), maps.key,
+                                                  memory.keys_are_there(stage),
+                                                  memory.keys_are_used(stage), step, key, tell);
+      };
+      if (!has_keys) {
+      } else if constexpr (kMasksKeys) {
+        const MaskedKeys<T, kKeys> masked(params, queries.batch, queries.head, key);
+        fill_keys([&] {
+          masked.store(memory.masked(stage), Memory::kMaskedPanelBytes);
+          publish_writes();
+          __syncwarp();  // all lanes have written theirs
+        });
+      } else {
+        fill_keys([&] {
+          if (!kIsUnmasked && is_first)
+            Memory::step(shared_memory, stage) =
+                FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
+        });
+      }
       if (begins) {
         if constexpr (Memory::kQueryStages == 1) copy_queries();
         if (!kIsUnmasked && is_first) memory.queries_are_there().arrive();

@@ -6,8 +6,8 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex>
-__device__ __forceinline__ void HopperForward<T, kBias, kIsUnmasked, kIndex>::find_and_fill(
+template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
+__device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::find_and_fill(
     const AttentionForwardParams& params, const Memory& memory, WorkOfBlock& work) {
   uint32_t first_step = 0;  // steps of the tiles of queries before
   extern __shared__ __align__(1024) char shared_memory[];

@@ -106,8 +106,8 @@ struct HopperMemory {
   static_assert(kKeys == kMaskTile || kKeys == 2 * kMaskTile);
 
   // In this order: queries of each stage and warpgroup, whose place later has their results; keys
-  // of each stage; values of each stage; the bias of each stage and warpgroup, or the table of each
-  // stage; barriers; assigned tiles; steps.
+  // of each stage; values of each stage; what a mask of keys excludes of each stage, and ones; the
+  // bias of each stage and warpgroup, or the table of each stage; barriers; assigned tiles; steps.
   static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kPanelBytes;
@@ -116,7 +116,15 @@ struct HopperMemory {
   static constexpr int kKeysAt = kQueryStages * kWarpgroups * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static_assert(kValuePanels <= kPanels);  // results have the place of queries
-  static constexpr int kBiasAt = kValuesAt + kStages * kValueBytes;
+  // The step of a product with a mask of keys: a column of ones times a row with 0 for each key, or
+  // -infinity. The row is the first of 16, in panels of 64 keys, the column the first of 16. The
+  // rows of the ones are alike, so 8 of them are there.
+  static constexpr bool kHasMasked = takes_key_mask(kTile, kBias);
+  static constexpr int kMaskedPanelBytes = 16 * 128, kOnesBytes = 8 * 128;
+  static constexpr int kMaskedBytes = kKeys / 64 * kMaskedPanelBytes;
+  static constexpr int kMaskedAt = kValuesAt + kStages * kValueBytes;
+  static constexpr int kOnesAt = kMaskedAt + kStages * kMaskedBytes;
+  static constexpr int kBiasAt = kHasMasked ? kOnesAt + kOnesBytes : kMaskedAt;
   using Diagonals = DiagonalTile<false, kQueries, kKeys>;
   static constexpr bool kIsTable = kBias == HopperBias::kTable;
   static constexpr int kBiasStages = kBias == HopperBias::kTile ? kTile.bias_stages : kStages;
@@ -163,6 +171,8 @@ struct HopperMemory {
   }
   __device__ uint32_t keys(int stage) const { return address + kKeysAt + stage * kKeyBytes; }
   __device__ uint32_t values(int stage) const { return address + kValuesAt + stage * kValueBytes; }
+  __device__ uint32_t masked(int stage) const { return address + kMaskedAt + stage * kMaskedBytes; }
+  __device__ uint32_t ones() const { return address + kOnesAt; }
   __device__ uint32_t bias(int stage, int warpgroup) const {
     return address + kBiasAt + bias_tile(stage, warpgroup) * kBiasBytes;
   }

@@ -44,9 +44,24 @@ struct QueriesOfBlock : TileOfQueries {
   }
 };
 
+// The keys from the first tile to the last of which a mask of keys leaves some.
+__device__ inline KeyRange keys_left(const AttentionParams& params, int batch, int head) {
+  const BlockMaskLayout& layout = params.block_mask.layout;
+  const uint32_t* const seen = params.block_mask.of(batch, head) + layout.seen_by_query();
+  int first = 0, last = layout.words_of_keys() - 1;
+  while (first < last && __ldg(seen + first) == 0) ++first;
+  while (first < last && __ldg(seen + last) == 0) --last;
+  const uint32_t word = __ldg(seen + first);
+  if (word == 0) return {0, 0};
+  return {(first * 32 + __ffs(static_cast<int>(word)) - 1) * kMaskTile,
+          (last * 32 + 32 - __clz(static_cast<int>(__ldg(seen + last)))) * kMaskTile};
+}
+
 // The tiles of keys that a block takes, one after the other.
-template <int kQueries, int kKeys, bool kIsUnmasked>
+template <int kQueries, int kKeys, HopperMask kMask>
 class TilesOfBlock {
+  static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;
+
  public:
   int key, end;   // the first key of the tile at hand; none is left from `end` on
   uint32_t step;  // how many the block took before
@@ -60,6 +75,10 @@ class TilesOfBlock {
       const int last_query = min(block.first_query + kQueries, params.queries) - 1;
       seen = {visible_keys(params, max(block.first_query, 0)).begin,
               visible_keys(params, last_query).end};
+      if constexpr (kMask == HopperMask::kKeys) {
+        const KeyRange left = keys_left(params, block.batch, block.head);
+        seen = {max(seen.begin, left.begin), min(seen.end, left.end)};
+      }
     } else {
       seen = {assigned.next(0), assigned.end()};
     }
