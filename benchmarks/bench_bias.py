@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import megasoftmax
+from megasoftmax.integrations.relative_shift import relative_shift
 
 FIELDS = ["case", "pass", "implementation", "microseconds", "error", "note"]
 MEM_EFFICIENT = "SDPA mem-efficient"
@@ -83,12 +84,7 @@ class Inputs:
     def bias(self, entries: Tensor | None = None) -> Tensor:
         """What is added to the scores, from the tensor that learns."""
         entries = self.entries if entries is None else entries
-        if self.kind != "shift":
-            return entries
-        # Query i and key j have entry n - 1 - i + j of row i, as Transformer-XL shifts it.
-        batch, heads, n, columns = entries.shape
-        strides = (heads * n * columns, n * columns, columns - 1, 1)
-        return entries.as_strided((batch, heads, n, n), strides, n - 1)
+        return relative_shift(entries, entries.shape[2]) if self.kind == "shift" else entries
 
     def bias_gradient(self) -> Tensor:
         """In float32, some rows at a time."""

@@ -1,5 +1,8 @@
 """The shift of Transformer-XL, by which scores of distances become scores of keys."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 
@@ -20,8 +23,35 @@ def relative_shift(scores: Tensor, keys: int) -> Tensor:
     Source:
         Dai et al., https://arxiv.org/abs/1901.02860, appendix B.
     """
-    queries, distances = scores.shape[-2:]
+    shifted: Tensor = _Shift.apply(scores, keys)
+    return shifted
+
+
+def _shifted(flat: Tensor, queries: int, keys: int) -> Tensor:
+    """Of scores whose last two dimensions are one."""
     if queries == 1:
-        return scores[..., :keys]
-    rows = scores.flatten(-2)[..., queries - 1 : -1].unflatten(-1, (queries, distances - 1))
-    return rows[..., :keys]
+        return flat[..., None, :keys]
+    rows = flat[..., queries - 1 : -1]
+    return rows.view(*rows.shape[:-1], queries, rows.shape[-1] // queries)[..., :keys]
+
+
+class _Shift(torch.autograd.Function):
+    """Autograd would fill and copy two tensors of all distances, one for each slice."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scores: Tensor, keys: int) -> Tensor:
+        return _shifted(scores.flatten(-2), scores.shape[-2], keys)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        scores, ctx.keys = inputs
+        ctx.distances = scores.shape[-1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        queries = gradient.shape[-2]
+        flat = gradient.new_zeros((*gradient.shape[:-2], queries * ctx.distances))
+        _shifted(flat, queries, ctx.keys).copy_(gradient)
+        return flat.view(*gradient.shape[:-1], ctx.distances), None

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import oracle_attention
@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 import megasoftmax
 from megasoftmax import RelativeBias, reference
 from megasoftmax.explain import explain_attention
+from megasoftmax.integrations.relative_shift import relative_shift
 
 INF, NAN = torch.inf, torch.nan
 
@@ -1748,6 +1749,94 @@ def test_gradients_of_dense_biases(dim: int, is_float32: bool, in_order: bool, d
             bias = normal(batch, 4, 70, keys, device=device, dtype=dtype, seed=4)
             bias = bias.float() if is_float32 else bias
             check(q, k, v, bias=bias.requires_grad_())
+
+
+# Dense biases whose rows begin anywhere
+
+
+def _placed(values: Tensor, offset: int, pitch: int) -> Tensor:
+    """The same values in rows so far apart; the storage ends with the last one."""
+    batch, heads, rows, columns = values.shape
+    storage = values.new_full((offset + (batch * heads * rows - 1) * pitch + columns,), NAN)
+    strides = (heads * rows * pitch, rows * pitch, pitch, 1)
+    return storage.as_strided(values.shape, strides, offset).copy_(values)
+
+
+def _biases_anywhere(
+    batch: int, heads: int, lengths: tuple[int, int]
+) -> Iterator[tuple[str, Tensor]]:
+    queries, keys = lengths
+
+    def made(*shape: int) -> Tensor:
+        return normal(*shape, device="cuda", dtype=torch.bfloat16, seed=4)
+
+    values, pitch = made(batch, heads, *lengths), -(-keys // 8) * 8
+    for offset in range(1, 8):
+        yield f"offset {offset}", _placed(values, offset, pitch)
+    for more in range(1, 8):
+        yield f"rows {more} longer", _placed(values, more % 3, keys + more)
+    yield "shift", relative_shift(made(batch, heads, queries, queries + keys - 1), keys)
+    yield "slice", made(batch, heads, queries + 3, keys + 5)[:, :, 3:, 5:]
+    yield "[queries, batch, heads, keys]", made(queries, batch, heads, keys).permute(1, 2, 0, 3)
+    yield "row of all queries", made(batch, heads, 1, keys).expand_as(values)
+    yield "rows of all heads", made(batch, 1, *lengths).expand_as(values)
+    yield "rows of all batches", made(1, heads, *lengths).expand_as(values)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "masking", ["none", "causal", "keys", "pairs", "window", "ranges", "dropout"]
+)
+@pytest.mark.parametrize(
+    ("lengths", "dim"),
+    [
+        *(((390, 381), dim) for dim in (32, 48, 64, 80, 128, 192, 256)),
+        *(((200, keys), 64) for keys in (1, 63, 65, 127, 129, 1500)),
+        ((50, 260), 64),
+        ((130, 130), 96),
+    ],
+)
+def test_rows_of_a_bias_begin_anywhere(lengths: tuple[int, int], dim: int, masking: str) -> None:
+    """With the bits of rows that begin at multiples of 16 bytes."""
+    batch, heads = 2, 3
+    (queries, keys), shape = lengths, (batch, heads, *lengths)
+    inputs = tensors(
+        "cuda", torch.bfloat16, batch=batch, heads=(3, 3), lengths=lengths, dims=(dim, dim)
+    )
+    first = torch.randint(-9, keys, shape[:3], device="cuda", dtype=torch.int32)
+    seed = torch.tensor([7], device="cuda")
+    options: dict[str, Any] = {
+        "none": {},
+        "causal": {"causal": True},
+        "keys": {"mask": coin(batch, 1, 1, keys, device="cuda")},
+        "pairs": {"mask": coin(*shape, device="cuda", odds=0.7)},
+        "window": {"window": (90, 20)},
+        "ranges": {"visible": (first, first + 90)},
+        "dropout": {"dropout": 0.3, "seed": seed},
+    }[masking]
+    gradient = normal(batch, heads, queries, dim, device="cuda", dtype=torch.bfloat16, seed=5)
+
+    def run(bias: Tensor, is_learned: bool) -> list[Tensor]:
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        leaves += [bias.detach().requires_grad_()] if is_learned else []
+        bias = leaves[3] if is_learned else bias
+        output, lse = megasoftmax.attention(
+            *leaves[:3], bias=bias, fused=True, return_lse=True, **options
+        )
+        of_query, *others = torch.autograd.grad(output, leaves, gradient)
+        return [output.detach(), lse.detach(), *others, of_query]
+
+    for name, bias in _biases_anywhere(batch, heads, lengths):
+        aligned = _placed(bias, 0, -(-keys // 8) * 8)
+        for is_learned in (True, False):
+            found, expected = run(bias, is_learned), run(aligned, is_learned)
+            # Portable kernels take rows that are shared. Blocks add to gradients of queries in any
+            # order.
+            alike = 0 if 0 in bias.stride() else len(found) - 1
+            for i in range(alike):
+                assert bits_equal(found[i], expected[i]), (name, is_learned, i)
+            for one, other in zip(found[alike:], expected[alike:], strict=True):
+                torch.testing.assert_close(one, other, **closeness(torch.bfloat16))
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -216,6 +216,26 @@ def test_relative_biases_run_on_hopper(head_dim: int) -> None:
     assert both.workspace_bytes == back.workspace_bytes + 4 * sums
 
 
+@pytest.mark.parametrize(
+    ("call", "is_copied"),
+    [
+        ({}, True),
+        ({"keys": 376, "backward": True, "bias_gradient": True}, False),
+        ({"backward": True}, True),
+        ({"bias_dtype": FLOAT}, True),
+        ({"major": 8}, True),
+        ({"queries": 16}, False),
+        ({"queries": 49, "keys": 49}, False),  # to registers, once for all heads
+        ({"queries": 121, "keys": 121, "head_dim": 32}, True),
+    ],
+)
+def test_biases_that_are_copied(call: dict[str, Any], is_copied: bool) -> None:
+    usual = {"batches": 16, "heads": 8, "queries": 375, "keys": 375, "head_dim": 64}
+    found = explain_attention(**(usual | {"bias": True} | call))
+    assert found.bias_copied == is_copied
+    assert ("a copy of the bias first" in found.why) == is_copied
+
+
 def test_portable_kernels_hold_relative_biases_as_float32() -> None:
     for backward in (False, True):
         options: dict[str, Any] = {"backward": backward, "major": 8}

@@ -46,7 +46,22 @@ def test_shift_is_a_view_of_the_scores_by_distance(queries, keys, distances):
     rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
     assert torch.equal(shifted, scores[:, :, rows, columns - rows + queries - 1])
     assert shifted.data_ptr() - scores.data_ptr() == 8 * (queries - 1)
-    assert torch.autograd.gradcheck(lambda scores: relative_shift(scores, keys), (scores,))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "distances"), [(5, 5, 9), (1, 1, 1), (1, 4, 7), (3, 7, 13), (4, 4, 12)]
+)
+def test_gradients_of_the_shift(queries, keys, distances):
+    scores = torch.randn(2, queries, distances, dtype=torch.float64, requires_grad=True)
+
+    def shift(scores):
+        return relative_shift(scores, keys)
+
+    assert torch.autograd.gradcheck(shift, (scores,), check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(shift, (scores,))
+    of_each = torch.func.vmap(torch.func.grad(lambda scores: (shift(scores) ** 2).sum()))(scores)
+    (of_all,) = torch.autograd.grad((shift(scores) ** 2).sum(), scores)
+    torch.testing.assert_close(of_each, of_all)
 
 
 # Encoders of transformers

@@ -48,8 +48,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     params.block_mask.words = &words;
   }
   if (call["has_bias"] != 0) {
-    // The bindings copy rows of other lengths to rows of these.
-    params.bias = contiguous(params.heads, params.queries, round_up<int64_t>(params.keys, 8));
+    params.bias = contiguous(params.heads, params.queries, params.keys);
     params.bias.batch_stride = 0;
     params.bias.data = &given;
     params.bias.type = call["has_float_bias"] != 0 ? DType::kFloat32 : params.query.type;
@@ -66,8 +65,21 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   device.major = count("major");
   device.max_cluster = device.major >= kHopperMajor ? kPortableCluster : 1;
   const auto has_code = [](auto, int) { return true; };
+  // Plans again with the rows that the bindings copy a bias to, if they do.
+  const auto planned = [&](auto&& params, auto&& make_plan) {
+    auto plan = make_plan();
+    const int64_t pitch = round_up<int64_t>(params.keys, 16 / size_of(params.bias.type));
+    const bool copies = params.bias.data != nullptr && !params.is_relative &&
+                        !plan.reads_bias_in_place && params.bias.query_stride != pitch;
+    add("copies_bias", copies ? 1 : 0);
+    if (!copies) return plan;
+    params.bias.query_stride = pitch;
+    params.bias.head_stride = params.queries * pitch;
+    return make_plan();
+  };
   if (call["is_backward"] != 0) {
-    const BackwardPlan plan = backward_plan(params, false, device, has_code);
+    const BackwardPlan plan =
+        planned(params, [&] { return backward_plan(params, false, device, has_code); });
     add_fields(plan, add);
     add("splits", 1);
     add("slices", plan.slices);
@@ -77,7 +89,8 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   }
   AttentionForwardParams forward;
   static_cast<AttentionParams&>(forward) = params;
-  const ForwardPlan plan = forward_plan(forward, device, has_code);
+  const ForwardPlan plan =
+      planned(forward, [&] { return forward_plan(forward, device, has_code); });
   add_fields(plan, add);
   add("splits", plan.splits.count);
   add("slices", 1);

@@ -36,6 +36,8 @@ struct AttentionPlan {
   int shared_bytes = 0;  // of a block; 0 for Hopper's kernels, which are not chosen by it
   int64_t blocks = 0;
   int64_t workspace_bytes = 0;
+  // Whether no copy of a bias would make the kernel read it faster.
+  bool reads_bias_in_place = false;
 };
 
 enum class ForwardKernel {
@@ -141,15 +143,19 @@ struct Launch {
 using ForwardLaunch = Launch<AttentionForwardParams, ForwardPlan>;
 using BackwardLaunch = Launch<AttentionBackwardParams, BackwardPlan>;
 
+// Whether rows of 16-bit elements begin at multiples of 16 bytes.
+inline bool has_aligned_rows(const Strided& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 &&
+         (tensor.batch_stride | tensor.head_stride | tensor.query_stride) % 8 == 0;
+}
+// Whether a bias has the type of 16-bit queries, and the entries of a query lie side by side.
+inline bool has_dense_rows(const AttentionParams& params) {
+  return params.bias.type == params.query.type && params.bias.type != DType::kFloat32 &&
+         params.bias.column_stride == 1;
+}
 inline BiasKind bias_kind(const AttentionParams& params) {
-  const Strided& bias = params.bias;
-  if (bias.data == nullptr) return BiasKind::kNone;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
-                          (bias.batch_stride | bias.head_stride | bias.query_stride) % 8 == 0;
-  return bias.type == params.query.type && bias.type != DType::kFloat32 &&
-                 bias.column_stride == 1 && is_aligned
-             ? BiasKind::kTile
-             : BiasKind::kAny;
+  if (params.bias.data == nullptr) return BiasKind::kNone;
+  return has_dense_rows(params) && has_aligned_rows(params.bias) ? BiasKind::kTile : BiasKind::kAny;
 }
 
 // The kind of gradient that the sizes of a bias ask for. A bias of size 1 over queries or keys is

@@ -63,7 +63,7 @@ Strided rows_of(const Tensor& tensor) {
 // A bias as kernels of tiles read it, by 16 bytes of a row: itself, or a copy where rows are not
 // dense, not aligned, or where the storage ends within their last 16 bytes.
 Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
-  if (bias.dim() != 4 || bias.size(3) != keys || bias.numel() == 0) return bias;
+  if (bias.size(3) != keys || bias.numel() == 0) return bias;
   const int64_t size = size_of(dtype_of(bias.scalar_type(), "bias")), in_vector = 16 / size;
   const auto* const first = static_cast<const char*>(bias.data_ptr());
   bool is_fast = reinterpret_cast<uintptr_t>(first) % 16 == 0 && (bias.stride(3) == 1 || keys == 1);
@@ -85,25 +85,40 @@ Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
   return rows;
 }
 
-// What forward and backward share; `query`, `key` and `value` are aligned. `bias_rows` is the bias,
-// but that dimensions of stride 0 may have size 1.
+// What forward and backward share; `query`, `key` and `value` are aligned.
 struct Inputs {
-  Tensor query, key, value, bias_rows;
+  Tensor query, key, value;
 
-  // `is_read_once`: by the kernel of few queries, entry by entry.
-  Inputs(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
-         bool is_read_once)
+  Inputs(const Tensor& q, const Tensor& k, const Tensor& v)
       : query(aligned(q, padded(q.size(3)))),
         key(aligned(k, padded(k.size(3)))),
         value(aligned(v, padded(v.size(3)))) {
-    if (bias) {
-      // One on another device is refused later.
-      const bool is_beside = bias->is_cuda() && bias->get_device_index() == q.get_device_index();
-      bias_rows = is_read_once || !is_beside ? *bias : with_fast_rows(*bias, k.size(2));
-    }
     check(q.size(3) == k.size(3), "query and key must have the same head dimension");
   }
 };
+
+// Dimensions of stride 0 may have size 1 in `rows`.
+void set_dense_bias(AttentionParams& params, const Tensor& rows) {
+  params.bias.data = rows.data_ptr();
+  params.bias.type = dtype_of(rows.scalar_type(), "bias");
+  params.bias.batch_stride = rows.size(0) == 1 ? 0 : rows.stride(0);
+  params.bias.head_stride = rows.size(1) == 1 ? 0 : rows.stride(1);
+  params.bias.query_stride = rows.size(2) == 1 ? 0 : rows.stride(2);
+  params.bias.column_stride = params.keys == 1 ? 1 : rows.size(3) == 1 ? 0 : rows.stride(3);
+}
+
+// Plans a launch by plan(params). A bias that its kernel reads faster from other rows is copied to
+// `rows`, which must stay until the launch, and the launch is planned again.
+template <class Params, class Plan>
+auto planned(Params& params, const std::optional<Tensor>& bias, Tensor& rows, Plan&& plan) {
+  auto launch = plan(params);
+  if (!bias || params.is_relative) return launch;
+  if (launch.plan.reads_bias_in_place) return launch;
+  rows = with_fast_rows(*bias, params.keys);
+  if (rows.data_ptr() == bias->data_ptr()) return launch;
+  set_dense_bias(params, rows);
+  return plan(params);
+}
 
 // An entry for each block of queries and keys.
 void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
@@ -185,7 +200,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
                 std::optional<double> sink_value, bool relative, const std::optional<Tensor>& first,
                 const std::optional<Tensor>& end, int64_t block, double dropout,
                 const std::optional<Tensor>& seed, bool tf32) {
-  const auto& [query, key, value, bias_rows] = inputs;
+  const auto& [query, key, value] = inputs;
   const int64_t batches = query.size(0), heads = query.size(1), queries = query.size(2);
   const int64_t key_heads = key.size(1), keys = key.size(2);
   const auto is_beside = [&](const Tensor& tensor) {
@@ -238,26 +253,23 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
     params.batches_per_bias = each(batches, bias_batches);
     params.heads_per_bias = each(heads, bias_heads);
     params.is_relative = relative;
-    Strided& rows = params.bias;
-    rows.data = bias_rows.data_ptr();
-    rows.type = dtype_of(bias->scalar_type(), "bias");
-    rows.batch_stride = bias_rows.size(0) == 1 ? 0 : bias_rows.stride(0);
-    rows.head_stride = bias_rows.size(1) == 1 ? 0 : bias_rows.stride(1);
     if (relative) {
       check(bias->size(2) == std::max<int64_t>(queries + keys - 1, 0),
             "a relative bias must have queries + keys - 1 entries");
+      Strided& rows = params.bias;
+      rows.type = dtype_of(bias->scalar_type(), "bias");
+      rows.batch_stride = bias_batches == 1 ? 0 : bias->stride(0);
+      rows.head_stride = bias_heads == 1 ? 0 : bias->stride(1);
       // The entry of query i and key j is number j - i + queries - 1.
       rows.column_stride = bias->stride(2);
       rows.query_stride = -rows.column_stride;
-      rows.data = static_cast<const char*>(rows.data) +
+      rows.data = static_cast<const char*>(bias->data_ptr()) +
                   (queries - 1) * rows.column_stride * size_of(rows.type);
     } else {
       check((bias->size(2) == 1 || bias->size(2) == queries) &&
                 (bias->size(3) == 1 || bias->size(3) == keys),
             "bias does not broadcast to the scores");
-      rows.query_stride = bias_rows.size(2) == 1 ? 0 : bias_rows.stride(2);
-      rows.column_stride = bias_rows.size(3) == 1 ? 0 : bias_rows.stride(3);
-      if (keys == 1) rows.column_stride = 1;
+      set_dense_bias(params, *bias);
     }
   }
   params.sink = sink_of(sink, sink_value, query);
@@ -290,10 +302,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    std::optional<Tensor> seed, bool tf32) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   check_capability();
-  const bool reads_by_entry =
-      is_wide(query.size(3), value.size(3)) ||
-      takes_few_queries(query.size(2), dtype_of(query.scalar_type(), "query"), dropout > 0, block);
-  const Inputs inputs(query, key, value, bias, reads_by_entry);
+  const Inputs inputs(query, key, value);
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative, first, end, block, dropout, seed, tf32);
@@ -302,7 +311,10 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
       new_tensor({3, params.batches, params.heads, params.queries}, ScalarType::Float, query);
   params.output = rows_of(output);
   params.statistics = static_cast<float*>(statistics.data_ptr());
-  ForwardLaunch launch = plan_attention_forward(params, current_stream(query));
+  Tensor bias_rows;
+  ForwardLaunch launch = planned(params, bias, bias_rows, [&](const auto& params) {
+    return plan_attention_forward(params, current_stream(query));
+  });
   const auto workspace = set_workspace(launch, query);
   if (launch.plan.reads_block_mask(mask.has_value(), first || end))
     note = set_block_mask(launch.params, mask, first, end, note, query, false);
@@ -368,7 +380,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     bool tf32, bool bias_gradient, bool sink_gradient, bool deterministic) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   check_capability();
-  const Inputs inputs(query, key, value, bias, false);
+  const Inputs inputs(query, key, value);
   AttentionBackwardParams params;
   set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
              relative, first, end, block, dropout, seed, tf32);
@@ -435,7 +447,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   if (bias_gradient)
     params.bias_gradient_kind =
         bias_gradient_kind(params, bias->size(2), bias->size(bias->dim() - 1));
-  BackwardLaunch launch = plan_attention_backward(params, deterministic);
+  Tensor bias_rows;
+  BackwardLaunch launch = planned(params, bias, bias_rows, [&](const auto& params) {
+    return plan_attention_backward(params, deterministic);
+  });
   const auto workspace = set_workspace(launch, query);
   const auto write_bias_gradient = [&](const std::vector<int64_t>& sizes, ScalarType type) {
     bias_sums = new_tensor(sizes, type, query);

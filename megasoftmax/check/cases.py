@@ -194,6 +194,7 @@ class Attention(Drawn):
             key_layout=Layout.draw(random, 3),
             value_layout=Layout.draw(random, 3),
             bias=bias,
+            bias_layout=Layout.draw(random, len(bias or ())),
             relative=relative,
             **_draw_excluded(random, shape),
         )
@@ -214,7 +215,9 @@ class Attention(Drawn):
 
         query, key, value = self.tensors(data)
         incoming = data.normal((batch, heads, queries, self.value_dim)).to(self.dtype)
-        bias = None if self.bias is None else data.normal(self.bias).to(self.dtype)
+        bias = None
+        if self.bias is not None:
+            bias = self.bias_layout.place(data.normal(self.bias).to(self.dtype))
         given, scale = excluding(self, data), self.head_dim**-0.5
 
         def as_bias(leaf: Tensor | None) -> Any:

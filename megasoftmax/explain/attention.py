@@ -49,6 +49,7 @@ class AttentionExplanation:
     shared_bytes: int | None  # of a block; None for Hopper's kernels
     blocks: int
     workspace_bytes: int
+    bias_copied: bool  # first, to rows that begin at multiples of 16 bytes
     pairs: int  # of queries and keys that see each other, over batches and heads
 
     gpu: Gpu
@@ -112,7 +113,7 @@ def explain_attention(
         keys, key_heads, value_dim: by default queries, heads and head_dim.
         causal, window: as in `megasoftmax.attention`.
         masked: with a bool mask, [batches, 1, queries, keys].
-        bias: with a bias [1, heads, queries, keys].
+        bias: with a bias [1, heads, queries, keys], contiguous.
         relative: with a `RelativeBias` whose table is [heads, queries + keys - 1].
         bias_dtype: of the bias or its table, `dtype` or float32. Default: `dtype`.
         bias_gradient: the backward pass computes that of the bias.
@@ -204,6 +205,7 @@ def explain_attention(
         shared_bytes=plan.shared_bytes or None,
         blocks=plan.blocks,
         workspace_bytes=plan.workspace_bytes,
+        bias_copied=bool(plan.copies_bias),
         pairs=pairs,
         gpu=device,
         bytes_read=read,
@@ -254,6 +256,8 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
         held = f"{plan.tile_head_dim} and {plan.tile_value_dim} of values"
         held += f" hold {call.head_dim} and {call.value_dim}"
     reasons += [f"tiles for head dimensions up to {held}"]
+    if plan.copies_bias:
+        reasons += ["a copy of the bias first, whose rows begin at multiples of 16 bytes"]
     return "; ".join(reasons)
 
 

@@ -151,8 +151,9 @@ def attention(
             head i reads key head i // (heads / key_heads).
         value: [..., key_heads, keys, value_dim], of the same dtype.
         bias: added to the scaled products. Either floating, broadcastable to [..., heads, queries,
-            keys], any strides. Or a `RelativeBias`. Kernels copy a bias whose rows are not as those
-            of query. Its gradient, in its own type, is summed in float32 over what was broadcast.
+            keys], any strides. Or a `RelativeBias`. Some kernels copy a bias whose rows are not as
+            those of query. Its gradient, in its own type, is summed in float32 over what was
+            broadcast.
         mask: bool, True = excluded, broadcastable to [..., heads, queries, keys], any strides. Or a
             `TileMask`: one that several calls share, or of blocks.
         scale: factor of the products, finite, as in `softmax`; by default head_dim ** -0.5. Never

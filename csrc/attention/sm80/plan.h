@@ -200,7 +200,7 @@ inline int small_tile(const AttentionParams& params, const Device& device, bool 
     const AttentionSmallTile& tile = kAttentionSmallTiles[index];
     if (std::max(params.queries, params.keys) <= tile.side &&
         std::max(params.head_dim, params.value_dim) <= tile.head_dim &&
-        (tile.holds_bias() || !has_bias || bias_kind(params) == BiasKind::kTile) &&
+        (tile.holds_bias() || !has_bias || has_dense_rows(params)) &&
         SmallLayout(tile, is_backward).bytes <= device.shared_bytes)
       return index;
   }
@@ -223,6 +223,7 @@ int plan_small(Plan& plan, const AttentionParams& params, bool is_backward, cons
   plan.tile_head_dim = plan.tile_value_dim = tile.head_dim;
   plan.tile_queries = plan.tile_keys = tile.side;
   plan.threads = tile.threads();
+  plan.reads_bias_in_place = tile.holds_bias();
   plan.shared_bytes = SmallLayout(tile, is_backward).bytes;
   const int64_t members = params.members_of_bias();
   const int64_t entries = params.bias_batches() * params.bias_heads();
@@ -273,6 +274,7 @@ struct Sm80 {
     }
     if (is_wide(params)) {
       plan.kernel = ForwardKernel::kWide;
+      plan.reads_bias_in_place = true;
       set_tile(kMaxWideHeadDim, kWideRows, kWideKeys, kWideThreads, WideLayout::kBytes);
       plan.tile_value_dim = kMaxWideValueDim;
       plan.row_tiles = wide_row_tiles(params);
@@ -281,6 +283,7 @@ struct Sm80 {
                                         kWideRows, 2 * kWideKeys, device);
     } else if (takes_few_queries(params)) {
       plan.kernel = ForwardKernel::kDecode;
+      plan.reads_bias_in_place = true;
       plan.tile = tile_for(kAttentionForwardTiles, params);
       const int head_dim = kAttentionForwardTiles[plan.tile].head_dim;
       set_tile(head_dim, kMaxDecodeQueries, kDecodeKeys, 32 * decode_warps(head_dim),

@@ -26,12 +26,15 @@ inline HopperBias hopper_bias(const AttentionParams& params) {
   return params.is_relative ? HopperBias::kTable : HopperBias::kTile;
 }
 
-// Tensor copies need a 16-bit bias with an entry for each query and key.
+// Tensor copies need a 16-bit bias with an entry for each query and key. A copy can align its rows.
 inline bool takes_hopper_bias(const AttentionParams& params) {
   if (hopper_bias(params) != HopperBias::kTile) return true;
-  return bias_kind(params) == BiasKind::kTile &&
-         takes_tensor_copies(params.bias, params.bias_batches(), params.bias_heads(),
-                             params.queries);
+  return has_dense_rows(params) && takes_tensor_copies(params.bias, params.bias_batches(),
+                                                       params.bias_heads(), params.queries);
+}
+// Whether they read it as it lies.
+inline bool reads_in_place(const AttentionParams& params) {
+  return hopper_bias(params) != HopperBias::kTile || has_aligned_rows(params.bias);
 }
 
 // Whether kernels of a tile take such a bias. Forward, shared memory must have room for it.
@@ -182,6 +185,7 @@ struct Sm90 {
     plan.tile = hopper_forward_tile(params);
     if (plan.tile < 0 || !has_code(plan.tile)) return {};
     const AttentionHopperTile& tile = kAttentionHopperTiles[plan.tile];
+    plan.reads_bias_in_place = reads_in_place(params);
     plan.tile_head_dim = tile.head_dim;
     plan.tile_value_dim = tile.value_dim;
     plan.tile_queries = tile.queries();
@@ -217,6 +221,7 @@ struct Sm90 {
     // dQ in order is made by portable kernels alone.
     if (plan.query_gradient == QueryGradient::kInOrder)
       return Sm80::plan(params, is_deterministic, device, QueryGradient::kInOrder);
+    plan.reads_bias_in_place = reads_in_place(params);
     plan.tile_head_dim = tile.head_dim;
     plan.tile_value_dim = tile.value_dim;
     plan.tile_queries = tile.queries;
