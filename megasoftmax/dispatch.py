@@ -171,7 +171,7 @@ def reasons_against_fused_attention(
         _dtype("dtype", query.dtype),
         *_head_dims(query, value, dropout),
         _attention_scale(scale),
-        _softcap(options.softcap, scale, 0),  # kernels have none yet
+        _softcap(options.softcap, scale, _attention_limit("kMaxScale")),
         _attention_dropout(dropout),
         _count("batches x heads", math.prod(query.shape[:-2]), MAX_HEADS),
         _count(

@@ -143,6 +143,7 @@ using BackwardLaunch = Launch<AttentionBackwardParams, BackwardPlan>;
 
 inline BiasKind bias_kind(const AttentionParams& params) {
   const Strided& bias = params.bias;
+  if (params.softcap.is_given()) return BiasKind::kSoftcap;
   if (bias.data == nullptr) return BiasKind::kNone;
   const bool is_aligned = reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
                           (bias.batch_stride | bias.head_stride | bias.query_stride) % 8 == 0;
@@ -300,7 +301,8 @@ inline bool is_valid(const AttentionParams& params) {
       std::max(params.head_dim, params.value_dim) <= max_head_dim(params.query.type) ||
       is_for_inference;
   return params.head_dim > 0 && fits && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
-         params.scale > 0 && params.scale <= kMaxScale && params.dropout.threshold <= kMaxDropped;
+         params.scale > 0 && params.logit_scale <= kMaxScale &&
+         params.dropout.threshold <= kMaxDropped;
 }
 
 }  // namespace megasoftmax

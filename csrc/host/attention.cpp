@@ -231,7 +231,7 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
   std::optional<Tensor> bias = options.is_relative ? reader.table(bias_) : reader.floating(bias_);
   options.mask = reader.mask(mask_, target);
   options.scale = scale_ == Py_None ? std::pow(query.size(3), -0.5) : reader.number(scale_);
-  options.softcap = reader.softcap(softcap_, options.scale, 0);  // kernels have none yet
+  options.softcap = reader.softcap(softcap_, options.scale, kMaxScale);
   options.is_causal = reader.flag(causal_);
   options.window = reader.window(window_);
   options.visible = reader.visible(visible_, target.slice(0, target.size() - 1));

@@ -71,6 +71,8 @@ cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
       return body.template operator()<HopperBias::kTile>();
     case HopperBias::kTable:
       return body.template operator()<HopperBias::kTable>();
+    case HopperBias::kSoftcap:
+      return body.template operator()<HopperBias::kSoftcap>();
   }
   return cudaErrorInvalidValue;
 }
@@ -138,7 +140,8 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
 template <class T, HopperBias kBias, bool kIsUnmasked, int kIndex, bool kHasTurns = false>
 constexpr auto hopper_backward_kernel() {
   if constexpr (kAttentionHopperBackwardTiles[kIndex].is_wide()) {
-    return attention_hopper_wide_backward_kernel<T, kIsUnmasked, kIndex>;
+    return attention_hopper_wide_backward_kernel<T, kBias == HopperBias::kSoftcap, kIsUnmasked,
+                                                 kIndex>;
   } else {
     return attention_hopper_backward_kernel<T, kBias, kIsUnmasked, kHasTurns, kIndex>;
   }

@@ -14,20 +14,26 @@ inline bool takes_tensor_copies(const Strided& tensor, int64_t batches, int64_t 
          (rows == 1 || tensor.query_stride != 0);
 }
 
-// What Hopper's kernels take as a bias.
+// What Hopper's kernels take as a bias, or in its place.
 enum class HopperBias {
   kNone,
-  kTile,   // by tensor copies
-  kTable,  // a relative one, of any element type and strides
+  kTile,     // by tensor copies
+  kTable,    // a relative one, of any element type and strides
+  kSoftcap,  // none, but a softcap
 };
+constexpr bool is_bias(HopperBias bias) {
+  return bias == HopperBias::kTile || bias == HopperBias::kTable;
+}
 
 inline HopperBias hopper_bias(const AttentionParams& params) {
+  if (params.softcap.is_given()) return HopperBias::kSoftcap;
   if (params.bias.data == nullptr) return HopperBias::kNone;
   return params.is_relative ? HopperBias::kTable : HopperBias::kTile;
 }
 
 // Tensor copies need a 16-bit bias with an entry for each query and key.
 inline bool takes_hopper_bias(const AttentionParams& params) {
+  if (params.softcap.is_given()) return params.bias.data == nullptr;
   if (hopper_bias(params) != HopperBias::kTile) return true;
   return bias_kind(params) == BiasKind::kTile &&
          takes_tensor_copies(params.bias, params.bias_batches(), params.bias_heads(),
@@ -37,9 +43,11 @@ inline bool takes_hopper_bias(const AttentionParams& params) {
 // Whether kernels of a tile take such a bias. Forward, shared memory must have room for it.
 // Backward, the kernel of wide tiles takes none.
 constexpr bool takes_bias(const AttentionHopperTile& tile, HopperBias bias) {
+  if (bias == HopperBias::kSoftcap) return tile.takes_softcap();
   return bias != HopperBias::kTile || tile.bias_stages > 0;
 }
 constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bias) {
+  if (bias == HopperBias::kSoftcap) return tile.takes_softcap();
   return bias == HopperBias::kNone || !tile.is_wide();
 }
 
