@@ -73,24 +73,23 @@ struct ProbabilitiesMadeAgain {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int begin = first + i * kStride, at = column + i * kStride;
-      float p[1][kElements] = {};
-      if (begin < end) {
-        Pack<T> raw[1] = {scores[i]};
-        logits.template of<kStride, false>(params, begin, extent, at, raw, p);
-        to_probabilities(at, p[0]);
+      if (begin >= end) {
+        scores[i] = {};
+        continue;
       }
-      const Pack<T> rounded = Pack<T>::round(p[0]);
+      float p[1][kElements];
+      Pack<T> raw[1] = {scores[i]};
+      logits.template of<kStride, false>(params, begin, extent, at, raw, p);
+      to_probabilities(at, p[0]);
+      scores[i] = Pack<T>::round(p[0]);
       kept.drop(i, gradients[i]);
-      sum += dot(gradients[i], rounded);
-      if (kOfScores && params.softcap.is_given()) {
-        float slopes[kElements];
-        find_slopes(scores[i], params.softcap, slopes);
+      sum += dot(gradients[i], scores[i]);
+      if (!kOfScores || !params.softcap.is_given()) continue;
+      float slopes[kElements];
+      find_slopes(raw[0], params.softcap, slopes);
 #pragma unroll
-        for (int j = 0; j < kElements; ++j) slopes[j] *= p[0][j];
-        scores[i] = Pack<T>::round(slopes);
-      } else {
-        scores[i] = rounded;
-      }
+      for (int j = 0; j < kElements; ++j) slopes[j] *= p[0][j];
+      scores[i] = Pack<T>::round(slopes);
     }
     return sum;
   }
