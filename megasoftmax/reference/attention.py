@@ -209,7 +209,8 @@ def attention_backward(
             assert block.bias is not None
             d_bias = _gradient_of_bias(dz, block.bias, block.diagonal)
         if slope is not None:
-            dz = dz.mul_(slope) if in_place else dz * slope
+            # The gradient of a bias may be a view of dz.
+            dz = dz.mul_(slope) if in_place and not bias_gradient else dz * slope
         d_query = _scaled(_times(dz, block.key.to(compute)), scale, in_place)
         d_key = _summed_times(dz, block.query.to(compute), block.key.shape[1])
         d_key = _scaled(d_key, scale, in_place)
