@@ -11,14 +11,15 @@ import megasoftmax
 
 MOST = 40e9  # bytes of the keys and values of a decoding step
 CHECKED = 256  # queries that are compared with float64
+SOFTCAP = 50.0  # that of Gemma 2
 
 
 @dataclass(frozen=True)
 class Case(measure.Case):
     """Attention of query [batch, heads, queries, head_dim], in bfloat16 unless said otherwise.
 
-    bias: None; "1,h" or "b,h", dense for the batch or for each example; or "table", one value per
-        head and distance between query and key.
+    bias: None; "1,h" or "b,h", dense for the batch or for each example; "table", one value per
+        head and distance between query and key; or "softcap", none, but scores capped at SOFTCAP.
     gradient: the bias gets one.
     window: of so many keys before the query's own; causal cases alone.
     decode: one step of inference: the forward alone, by the bytes of keys and values.
@@ -59,7 +60,8 @@ class Case(measure.Case):
     @property
     def variant(self) -> str:
         """What is added to the scores."""
-        words = [f"bias [{self.bias}]" if self.bias else "", "gradient" if self.gradient else ""]
+        bias = self.bias if self.bias in (None, "softcap") else f"bias [{self.bias}]"
+        words = [bias or "", "gradient" if self.gradient else ""]
         return " ".join(word for word in [*words, "sink" if self.sink else ""] if word) or "plain"
 
     @property
@@ -82,6 +84,10 @@ class Case(measure.Case):
     def key_bytes(self) -> int:
         """Of keys and values."""
         return 2 * self.batch * self.groups * self.keys * self.head_dim * self.dtype.itemsize
+
+    @property
+    def softcap(self) -> float | None:
+        return SOFTCAP if self.bias == "softcap" else None
 
     def described(self) -> measure.Row:
         return super().described() | {"key_heads": self.groups, "bias": self.bias or ""}
@@ -127,6 +133,12 @@ def cases() -> list[Case]:
     found.append(square(2, 32, 4096, 128, key_heads=8, causal=True))
     found.append(square(2, 16, 4096, 256, causal=True))
     found.append(square(4, 16, 4096, 96, causal=True))
+    # Beside cases without a softcap, the first of Gemma 2's head dimension and heads.
+    found.append(square(2, 8, 4096, 256, key_heads=4, causal=True))
+    found.append(square(2, 8, 4096, 256, key_heads=4, causal=True, bias="softcap"))
+    found.append(square(4, 16, 4096, 128, causal=True, bias="softcap"))
+    found.append(square(4, 16, 4096, 64, causal=True, flex=False))
+    found.append(square(4, 16, 4096, 64, causal=True, bias="softcap", flex=False))
     steps = [
         Case(batch, 32, 1, keys, 128, 8, decode=True, flex=keys in (8192, 131072))
         for keys in (8192, 32768, 65536, 131072)
@@ -170,7 +182,7 @@ class Inputs:
             self.table = normal(case.heads, columns, gradient=case.gradient)
             dense = self.table.detach()[:, j - i + case.queries - 1].unsqueeze(0)
             self.bias = dense.requires_grad_(case.gradient)
-        elif case.bias:
+        elif case.bias and case.softcap is None:
             shape = (1 if case.bias == "1,h" else case.batch, case.heads, case.queries, case.keys)
             self.bias = normal(*shape, gradient=case.gradient)
         self.excluded = ~visible(case.window)(i, i, i, j) if case.causal else None
@@ -193,6 +205,11 @@ class Inputs:
         mask = None if self.excluded is None else self.excluded[::step]
         sink = None if self.sink is None else self.sink[-1:].detach()
         found = megasoftmax.attention(
-            query, key, value, bias=bias, mask=mask, sink=sink, fused=False
+            *(query, key, value),
+            bias=bias,
+            softcap=self.case.softcap,
+            mask=mask,
+            sink=sink,
+            fused=False,
         )
         return found[0, 0]

@@ -60,7 +60,8 @@ def gpu_like(capability: str) -> Iterator[None]:
 
 def has_flash_attention(case: Case) -> bool:
     """Whether the package is there and has the case: 16 bits, and no gradient of a bias."""
-    is_taken = not (case.gradient or case.sink or case.decode) and case.dtype.itemsize == 2
+    is_taken = not (case.gradient or case.sink or case.decode or case.softcap)
+    is_taken = is_taken and case.dtype.itemsize == 2
     return is_taken and peers.is_there(peers.FLASH)
 
 
@@ -88,6 +89,7 @@ def implementations(inputs: Inputs, like: Sequence[str] = ()) -> dict[str, measu
                 bias=added,
                 causal=case.causal,
                 window=window,
+                softcap=case.softcap,
                 sink=inputs.sink,
                 fused=q.is_cuda or None,
             )
@@ -118,6 +120,8 @@ def implementations(inputs: Inputs, like: Sequence[str] = ()) -> dict[str, measu
         is_of_batch = case.bias == "b,h"
 
         def add(score, b, h, i, j):
+            if case.softcap is not None:
+                return torch.tanh(score / case.softcap) * case.softcap
             if table is not None:
                 return score + table[h, j - i + last]
             return score + bias[b if is_of_batch else 0, h, i, j]
@@ -136,7 +140,7 @@ def implementations(inputs: Inputs, like: Sequence[str] = ()) -> dict[str, measu
         found[f"{OURS} as on {capability}"] = functools.partial(ours, capability=capability)
     if case.bias == "table":
         found[DENSE] = functools.partial(ours, None)
-    if not case.sink:  # SDPA has none
+    if not case.sink and case.softcap is None:  # SDPA has neither
         found |= {name: functools.partial(sdpa, name) for name in peers.BACKENDS}
     if has_flash_attention(case):
         found[peers.FLASH] = flash

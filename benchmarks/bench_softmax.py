@@ -34,6 +34,10 @@ TABLE = [
         (8, 32, 2048, 2048),
         ("sink", "causal+sink", "key mask", "head bias", "bias", "float32"),
     ),
+    *(
+        (shape, ("softcap", "causal+softcap"))
+        for shape in ((8, 32, 2048, 2048), (1, 16, 8192, 8192))
+    ),
 ]
 
 
@@ -54,6 +58,8 @@ class Case(measure.Case):
             found["causal"] = True
         if variant.endswith("sink"):
             found["sink"] = torch.randn(heads)
+        if variant.endswith("softcap"):
+            found["softcap"] = 50.0
         if variant == "window":
             found["window"] = (256, 0)
         if variant in ("masked", "key mask"):
@@ -80,7 +86,7 @@ def implementations(
 ) -> dict[str, measure.Build]:
     """Every softmax that takes the case: ours, eager torch, torch.compile, and installed ones."""
     excluded = excluded_by_window(*case.shape[-2:], False, *limits, scores.device)
-    of_eager = {name: arguments.get(name) for name in ("bias", "sink")}
+    of_eager = {name: arguments.get(name) for name in ("bias", "sink", "softcap")}
     plain = peers.eager(SCALE, arguments.get("mask", excluded), **of_eager)
     options = arguments | {"scale": SCALE, "fused": scores.is_cuda or None}
     ways: dict[str, measure.Build] = {

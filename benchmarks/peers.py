@@ -83,11 +83,14 @@ def eager(
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """What a model without fused kernels runs: scale, bias, masked_fill, softmax, cast, drop."""
+    """What a model without fused kernels runs: scale to softmax, in its order, a cast, dropout."""
 
     def softmax(scores: Tensor) -> Tensor:
         logits = scores * scale
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
         if bias is not None:
             logits = logits + bias
         if excluded is not None:

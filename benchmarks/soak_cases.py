@@ -201,6 +201,7 @@ class _Rows(Drawn):
             case.visible = random.choice((NAN, INF))
         case.out = random.choice((None, None, HALF, BFLOAT, FLOAT))
         case.scale = draw_scale(random, case)
+        case.softcap = draw_softcap(random)
         case.bias = draw_row_bias(random, case)
         case.incoming = Incoming.draw(random, len(case.shape))
         return case
@@ -237,6 +238,10 @@ def draw_scale(random: Random, scores: _Rows) -> float:
     return random.choice((*others, 1e4, -1e4) if may_be_huge else others)
 
 
+def draw_softcap(random: Random) -> float | None:
+    return random.choice((1.5, 50.0, random.uniform(0.1, 100))) if chance(random, 0.2) else None
+
+
 def draw_row_bias(random: Random, scores: _Rows) -> Bias | None:
     """Kernels sum its gradient over rows, not along them."""
     if not chance(random, 0.4):
@@ -264,6 +269,8 @@ class Softmax(_Rows, cases.Softmax):
                 case.mask = case.bias = case.sink = None
         # Its backward pass needs a log-sum-exp of which float32 leaves something.
         is_huge = case.kind == "lowest" or (case.bias is not None and "lowest" in case.bias.kind)
+        if is_huge:
+            case.softcap = None
         may_drop = case.dim == -1 and not is_huge and chance(random, 0.3)
         case.dropout = random.choice((0.1, 0.5, 0.999, 1.0)) if may_drop else 0.0
         return case
@@ -276,6 +283,7 @@ class Softmax(_Rows, cases.Softmax):
         if self.planted is not None and self.incoming.layout.expanded is None:
             incoming["g"] = incoming["g"].masked_fill(excluded, self.planted)
         arguments = given | drops | {"scale": self.scale, "bias": bias, "dtype": self.out}
+        arguments["softcap"] = self.softcap
         if self.sink is not None:
             arguments["sink"] = self.sink.make(data, shape[-3] if rank > 2 else 1)
         if drops:
@@ -324,6 +332,7 @@ class Topk(_Rows, cases.Topk):
         rows = self.shape[:-1]
         incoming = self.incoming.make(data, (*rows, self.k), self.out or logits.dtype, rows)
         arguments: dict[str, Any] = {"scale": self.scale, "mask": mask, "bias": bias}
+        arguments["softcap"] = self.softcap
         arguments |= {"renormalize": self.renormalize, "dtype": self.out}
         unless_fused(megasoftmax.softmax_topk, fused, logits, self.k, **arguments)
         function = functools.partial(megasoftmax.softmax_topk, fused=fused)
@@ -348,6 +357,7 @@ class Attention(cases.Attention):
             case.mask.layout = Layout.draw(random, len(case.mask.shape))
         scales = (None, None, 1.0, 0.3, 1e-3, 7.0, random.uniform(0.01, 2))
         case.scale = random.choice(scales if case.dtype == HALF else (*scales, 1e-30, 1e4))
+        case.softcap = draw_softcap(random)
         case.planted = case.visible = None
         if case.bias is not None:
             shape, is_whole = case.bias, len(case.bias) == 4 - case.relative
@@ -370,7 +380,7 @@ class Attention(cases.Attention):
         query, key, value = self.tensors(data)
         given = cases.excluding(self, data)
         mask = given["mask"]
-        arguments = given | {"scale": self.scale}
+        arguments = given | {"scale": self.scale, "softcap": self.softcap}
         if mask is not None and self.tiles is not None:
             is_plain = self.tiles == "note"
             tile_mask = TileMask(mask) if is_plain else TileMask.from_blocks(mask, int(self.tiles))

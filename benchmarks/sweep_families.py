@@ -37,7 +37,6 @@ from small_models import CLASSES, LEFT_OUT, PADDED, build, call, make_batch, see
 from transformers import PreTrainedModel
 
 import megasoftmax
-from megasoftmax.integrations import products
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, asked_name
 from megasoftmax.integrations.patching import patch_model
@@ -88,15 +87,10 @@ def counting(calls: Calls) -> Iterator[None]:
 
         return call
 
-    def capped(*given: Any) -> Any:
-        calls.uses.add("softcap")
-        return products.capped(*given)
-
     ours = {name: counted(getattr(megasoftmax, name)) for name in ("attention", "softmax")}
     with (
         patch.multiple(megasoftmax, **ours),
         patch.object(integration, "takes_attention", lambda *given: True),
-        patch.object(integration, "capped", capped),
     ):
         yield
 
@@ -108,6 +102,7 @@ def used(tensor: torch.Tensor, options: dict[str, Any]) -> set[str]:
     found = {
         "learned bias": bias is not None and getattr(bias, "table", bias).requires_grad,
         "sink": isinstance(sink, torch.Tensor),
+        "softcap": options.get("softcap") is not None,
         "windows": tensor.dim() == 5 or any(limit is not None for limit in limits),
     }
     return {name for name, is_used in found.items() if is_used}

@@ -12,9 +12,7 @@ What differs from flash-attn:
   runs fused where that function does.
 * `return_attn_probs=True` returns (out, softmax_lse, None): no probabilities. softmax_lse has a
   gradient, and is -inf for a query that sees no key, where flash-attn has +inf.
-* `softcap` above 0 writes the scores, [batch, heads, queries, keys]: two products with a softmax
-  between them. It is refused for packed sequences.
-* `alibi_slopes` get a gradient. No tensor of queries x keys is made of them, but with `softcap`.
+* `alibi_slopes` get a gradient. No tensor of queries x keys is made of them.
   Packed sequences take slopes [heads], and need one cu_seqlens for queries and keys.
 * `deterministic=True` needs torch.use_deterministic_algorithms(True), which decides here, and
   raises without it.
@@ -33,15 +31,11 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax import checks
-from megasoftmax.autocast import as_autocast
 from megasoftmax.biases import RelativeBias, alibi_bias
-from megasoftmax.integrations.products import between_products, capped
 from megasoftmax.options import (
-    AttentionOptions,
     Window,
     as_number,
     check_dropout,
-    check_scale,
     checked_window,
 )
 
@@ -114,15 +108,13 @@ def flash_attn_func(
     options["bias"] = _alibi(alibi_slopes, ((heads,), (batch, heads)), queries, k.shape[1])
     query, key, value = (each.transpose(1, 2) for each in (q, k, v))
     try:
-        if softcap > 0:
-            output, lse = _capped_attention(query, key, value, softcap, options)
-        elif return_attn_probs:
+        if return_attn_probs:
             output, lse = megasoftmax.attention(query, key, value, **options, return_lse=True)
         else:  # a CPU may run torch's own attention, which returns no log-sum-exp
             output = megasoftmax.attention(query, key, value, **options)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _NAMES) from None
-    output = output.transpose(1, 2).contiguous()  # copies only with softcap
+    output = output.transpose(1, 2)
     return (output, lse, None) if return_attn_probs else output
 
 
@@ -156,7 +148,7 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: of any value.
         dropout_p, softmax_scale, deterministic: as in `flash_attn_func`.
         causal, window_size: as in `flash_attn_func`, within each sequence.
-        softcap: 0.
+        softcap: as in `flash_attn_func`.
         alibi_slopes: floating, [heads], as in `flash_attn_func`, within each sequence. Needs the
             same tensor as cu_seqlens_q and as cu_seqlens_k.
         return_attn_probs: also return the log-sum-exp.
@@ -176,8 +168,6 @@ def flash_attn_varlen_func(
     options = _options(
         *(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     )
-    if softcap > 0:
-        raise ValueError(f"softcap: expected 0 for packed sequences, got {softcap}")
     if block_table is not None:
         raise ValueError(
             "block_table: expected None, since paged keys are not supported, "
@@ -259,20 +249,18 @@ def _options(
     deterministic: bool,
     return_attn_probs: bool,
 ) -> dict[str, Any]:
-    """What attention, of packed sequences or not, and softmax take by the same names."""
+    """What attention, of packed sequences or not, takes."""
     dropout_p = as_number("dropout_p", dropout_p)
     check_dropout("dropout_p", dropout_p)
     checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
-    check_scale("softcap", softcap, torch.float32)
-    if softcap < 0:
-        raise ValueError(f"softcap: expected a number from 0 on, got {softcap}")
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise ValueError(
             "deterministic: expected torch.use_deterministic_algorithms(True) beside True"
         )
     return {
         "scale": as_number("softmax_scale", softmax_scale),
+        "softcap": softcap,
         "causal": causal,
         "window": checked_window("window_size", window_size),
         "dropout": dropout_p,
@@ -291,31 +279,6 @@ def _alibi(
             f"alibi_slopes: expected a tensor of shape {expected}, got {tuple(slopes.shape)}"
         )
     return alibi_bias(slopes, queries, keys)
-
-
-def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, softcap: float, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, as from `megasoftmax.attention`."""
-    query, key, value = as_autocast(query, key, value)
-    AttentionOptions(options["bias"], scale=options["scale"]).check(query, key, value)
-    scale = max(query.shape[-1], 1) ** -0.5 if options["scale"] is None else options["scale"]
-    bias = options["bias"]
-    if bias is not None:
-        bias = bias.dense(query.shape[2], key.shape[2])
-    found: list[Tensor] = []  # torch.compile reads no variable that an inner function sets
-
-    def normalize(scores: Tensor) -> Tensor:
-        scores, factor = capped(scores, scale, softcap)
-        own = {"scale": factor, "bias": bias, "dtype": value.dtype, "return_lse": True}
-        probabilities, lse = megasoftmax.softmax(scores, **(options | own))
-        found.append(lse)
-        return probabilities
-
-    output, _ = between_products(
-        query, key, value, lambda query, key: query @ key.transpose(-1, -2), normalize
-    )
-    return output, found[0]
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -79,15 +79,6 @@ def probabilities(
     return torch.nn.functional.dropout(found, dropout) if dropout > 0 else found
 
 
-def capped(scores: Tensor, scale: float, softcap: float) -> tuple[Tensor, float]:
-    """Scores and a scale whose product is softcap * tanh(scale * scores / softcap).
-
-    The scores are float32 (float64 for float64).
-    """
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return torch.tanh(scores * (scale / softcap)), softcap
-
-
 def between_products(
     query: Tensor,
     key: Tensor,

@@ -16,7 +16,6 @@ way to matmul, `megasoftmax.softmax`, dropout, matmul where
 * attention would not run fused, as with float64 on a GPU, nor on a CPU by torch's
   scaled_dot_product_attention, as with dropout,
 * probabilities are asked for (`output_attentions=True`),
-* scores are capped (`softcap`, as in Gemma 2): softcap * tanh(scale * scores / softcap),
 * GPT-2 wants its scores in float32 (`reorder_and_upcast_attn`), or
 * query, key and value are of different types and autocast is off.
 `why_not_attention` tells which. "megasoftmax_softmax" always takes these two products.
@@ -86,7 +85,6 @@ from megasoftmax.integrations.mask_functions import Rule, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
 from megasoftmax.integrations.products import (
     between_products,
-    capped,
     probabilities,
     takes_attention,
 )
@@ -274,7 +272,6 @@ def attention_forward(
     value: torch.Tensor,
     attention_mask: PaddingMask | torch.Tensor | None,
     dropout: float = 0.0,
-    softcap: float | None = None,
     fused: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -289,7 +286,6 @@ def attention_forward(
         attention_mask: from `make_mask`; or None; or the whole mask as a tensor of 4 dimensions,
             which broadcasts to the scores: bool, True = keep, or float, added to the scores.
         dropout: the probability to drop a probability, from 0 to 1.
-        softcap: scores become softcap * tanh(scale * scores / softcap), before masks and biases.
         fused: False: `megasoftmax.attention` in plain torch where it could compute this layer.
             None: its kernels where they run.
         kwargs: those of `_read`, `output_attentions`, `upcast_scores`, and whatever else models
@@ -300,15 +296,13 @@ def attention_forward(
         [..., heads, queries, keys]. Both in the type of value, or of autocast.
 
     Raises:
-        ValueError: indices, block_indices, cache or sinks is not None; softcap is not positive; a
-            mask tensor is not 4-d, or a mask is for another number of keys; dropout is not from 0
-            to 1 where it counts.
+        ValueError: indices, block_indices, cache or sinks is not None; softcap is negative or not
+            finite; a mask tensor is not 4-d, or a mask is for another number of keys; dropout is
+            not from 0 to 1 where it counts.
     """
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: expected None or a positive number, got {softcap}")
     dropout = dropout if module.training else 0.0
     key, value, options = _read(module, query, key, value, attention_mask, dropout, **kwargs)
-    if not _against_attention(module, softcap, kwargs):
+    if not _against_attention(module, kwargs):
         served = served_attention(query, key, value, options) if fused is None else None
         if served is not None:
             return served, None
@@ -319,7 +313,7 @@ def attention_forward(
             output = megasoftmax.attention(*tensors, **given)
             return output.transpose(-3, -2).contiguous(), None
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
-    return _through_softmax(query, key, value, options, softcap, upcast)
+    return _through_softmax(query, key, value, options, upcast)
 
 
 def softmax_attention_forward(
@@ -336,7 +330,6 @@ def why_not_attention(
     value: torch.Tensor,
     attention_mask: PaddingMask | torch.Tensor | None = None,
     dropout: float = 0.0,
-    softcap: float | None = None,
     **kwargs: Any,
 ) -> megasoftmax.Reasons:
     """Why `attention_forward` of the same arguments does not run fused attention.
@@ -353,7 +346,7 @@ def why_not_attention(
     key, value, options = _read(module, query, key, value, attention_mask, dropout, **kwargs)
     reasons = tuple(
         megasoftmax.Reason(constraint, actual, limit)
-        for constraint, actual, limit in _against_attention(module, softcap, kwargs)
+        for constraint, actual, limit in _against_attention(module, kwargs)
     )
     tensors = as_autocast(query, key, value)
     dtypes = [str(tensor.dtype) for tensor in tensors]
@@ -403,6 +396,7 @@ def _read(
     attention_mask: PaddingMask | torch.Tensor | None,
     dropout: float,
     scaling: float | None = None,
+    softcap: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     position_bias: torch.Tensor | None = None,
@@ -419,6 +413,7 @@ def _read(
         module, query, key, value, attention_mask: as in `attention_forward`.
         dropout: the probability to drop a probability, where it counts.
         scaling: factor of the scores, head_dim ** -0.5 by default.
+        softcap: scaled scores become softcap * tanh(scores / softcap), before masks and biases.
         is_causal: overrides `module.is_causal`. Both count only when there is no mask.
         sliding_window: the tokens that a causal query sees, itself included; else the largest
             |query - key|. Counts only when there is no mask, which else holds the window already.
@@ -466,17 +461,17 @@ def _read(
     if sliding_window is not None and attention_mask is None:
         window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(bias, excluded, scale, causal, window, visible, s_aux, dropout)
+    options = AttentionOptions(
+        bias, excluded, scale, softcap, causal, window, visible, s_aux, dropout
+    )
     return key, value, options
 
 
 def _against_attention(
-    module: torch.nn.Module, softcap: float | None, kwargs: dict[str, Any]
+    module: torch.nn.Module, kwargs: dict[str, Any]
 ) -> list[tuple[str, str, str]]:
     """What fused attention does not do: constraint, actual and limit of Reasons."""
     reasons = []
-    if softcap is not None:
-        reasons.append(("softcap", str(softcap), "None"))
     if _reorders_and_upcasts(module):
         reasons.append(("reorder_and_upcast_attn", "True", "False"))
     if _is_asked_for_probabilities(kwargs):
@@ -514,20 +509,15 @@ def _through_softmax(
     key: torch.Tensor,
     value: torch.Tensor,
     options: AttentionOptions,
-    softcap: float | None,
     upcast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matmul, cap, softmax, torch's dropout, matmul."""
-
-    def normalize(scores: torch.Tensor) -> torch.Tensor:
-        scale = options.scale
-        assert scale is not None
-        if softcap is not None:
-            scores, scale = capped(scores, scale, softcap)
-        return probabilities(scores, options, scale, value.dtype)
-
+    """Matmul, softmax, torch's dropout, matmul."""
     output, weights = between_products(
-        query, key, value, lambda query, key: _scores(query, key, upcast), normalize
+        query,
+        key,
+        value,
+        lambda query, key: _scores(query, key, upcast),
+        lambda scores: probabilities(scores, options, options.scale, value.dtype),
     )
     return output.transpose(-3, -2).contiguous(), weights
 

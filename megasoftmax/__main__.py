@@ -203,6 +203,7 @@ def explain_call(
         str | None, typer.Option(help="LEFT,RIGHT: a window's sides, -1 for no limit.")
     ] = None,
     masked: Annotated[bool, typer.Option("--masked", help="With a bool mask.")] = False,
+    softcap: Annotated[bool, typer.Option("--softcap", help="With a softcap.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
     bias_gradient: Annotated[
         bool,
@@ -256,6 +257,7 @@ def explain_call(
                     causal=causal,
                     window=_window(window),
                     masked=masked,
+                    softcap=softcap,
                     bias=bias or (bias_gradient and not relative),
                     relative=relative,
                     bias_gradient=bias_gradient,
@@ -273,6 +275,7 @@ def explain_call(
                     k,
                     _dtype(dtype or "fp16"),
                     masked=masked,
+                    softcap=softcap,
                     backward=backward,
                     gpu=device,
                 )
@@ -287,6 +290,7 @@ def explain_call(
                 causal=causal,
                 window=_window(window),
                 masked=masked,
+                softcap=softcap,
                 bias_gradient=bias_gradient,
                 dropout=dropout,
                 backward=backward or bias_gradient,

@@ -162,14 +162,16 @@ def reasons_against_fused_topk(logits: Tensor, k: int, options: TopkOptions) -> 
 
 
 def reasons_against_fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions
 ) -> tuple[Reason, ...]:
-    """The same for attention."""
+    """The same for attention, with that scale."""
+    dropout = options.dropout
     found = (
         *_of_any_tensor(query, _first_with_attention()),
         _dtype("dtype", query.dtype),
         *_head_dims(query, value, dropout),
         _attention_scale(scale),
+        _softcap(options.softcap, scale, _attention_limit("kMaxScale")),
         _attention_dropout(dropout),
         _count("batches x heads", math.prod(query.shape[:-2]), MAX_HEADS),
         _count(
@@ -292,6 +294,7 @@ def _of_any_call(
         _dtype(f"dtype of {name}", scores.dtype),
         None if dtype is None else _result_dtype(dtype, scores.dtype),
         _scale(options.scale),
+        _softcap(options.softcap, options.scale, SCALES[1]),
     )
 
 
@@ -373,6 +376,16 @@ def _attention_scale(scale: float) -> Reason | None:
     if SCALES[0] <= scale <= most:
         return None
     return Reason("scale", str(scale), f"a normal float32 from 0 to {most}")
+
+
+def _softcap(softcap: float | None, scale: float, most: float) -> Reason | None:
+    """Kernels multiply scores by scale / softcap, and what tanh makes of them by the softcap."""
+    if not softcap:
+        return None
+    if SCALES[0] <= softcap <= most and SCALES[0] <= abs(scale) / softcap <= SCALES[1]:
+        return None
+    limit = f"a normal float32, up to {most:.5g}, and so scale / softcap"
+    return Reason("softcap", f"{softcap} with scale {scale}", limit)
 
 
 def _attention_dropout(dropout: float) -> Reason | None:

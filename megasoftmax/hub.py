@@ -52,7 +52,7 @@ def attention_forward(
         scaling: head_dim ** -0.5 by default.
         sliding_window: a query sees so many keys up to its own, and without causality as many after
             it.
-        softcap: refused.
+        softcap: scaled scores become softcap * tanh(scores / softcap).
         s_aux: [heads], a logit that joins the denominator.
         position_bias: broadcastable to [batch, heads, queries, keys], added to the scaled scores.
         position_ids: [1, queries] of packed sequences, each of which begins at 0. With more keys
@@ -69,8 +69,6 @@ def attention_forward(
         NotImplementedError: what is refused.
         ValueError: a mask that is neither.
     """
-    if softcap:
-        raise NotImplementedError(f"softcap: expected None, got {softcap}")
     for name in ("indices", "block_indices", "cache", "sinks"):
         if others.get(name) is not None:
             raise NotImplementedError(f"{name}: expected None, got {checks.kind(others[name])}")
@@ -102,7 +100,7 @@ def attention_forward(
     elif causal and position_ids is not None and query.shape[2] < key.shape[2]:
         visible, window = _written(position_ids, query, key, window)
     options: dict[str, Any] = {"mask": mask, "causal": causal, "window": window}
-    options |= {"visible": visible, "sink": s_aux, "bias": position_bias}
+    options |= {"visible": visible, "sink": s_aux, "bias": position_bias, "softcap": softcap}
     if dropout == 0:
         output = attention(query, key, value, scale=scaling, **options)
     else:

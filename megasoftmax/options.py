@@ -43,6 +43,7 @@ class SoftmaxOptions(NamedTuple):
     """What `megasoftmax.softmax` takes beside scores."""
 
     scale: float = 1.0
+    softcap: float | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
     causal: bool = False
@@ -57,7 +58,7 @@ class SoftmaxOptions(NamedTuple):
     fused: bool | None = None
 
     def check(self, scores: Tensor) -> None:
-        _check_scores("scores", scores, self.scale, self.mask, self.bias)
+        _check_scores("scores", scores, self)
         if self.causal is not False:
             check_flag("causal", self.causal)
             _check_has_queries("causal", scores)
@@ -73,6 +74,10 @@ class SoftmaxOptions(NamedTuple):
         if type(self.dim) is not int or self.dim != -1:
             self._check_dim(scores.dim())
         _check_choices(self.dtype, self.return_lse, self.fused)
+
+    def keep_scores(self) -> bool:
+        """Whether the backward pass reads scores, not probabilities."""
+        return self.dropout > 0 or bool(self.softcap)
 
     def _check_dim(self, rank: int) -> None:
         dim = self.dim
@@ -103,6 +108,7 @@ class TopkOptions(NamedTuple):
     """What `megasoftmax.softmax_topk` takes beside logits and k."""
 
     scale: float = 1.0
+    softcap: float | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
     renormalize: bool = False
@@ -112,7 +118,7 @@ class TopkOptions(NamedTuple):
     fused: bool | None = None
 
     def check(self, logits: Tensor, k: int) -> None:
-        _check_scores("logits", logits, self.scale, self.mask, self.bias)
+        _check_scores("logits", logits, self)
         columns, group = logits.shape[-1], self.group
         if not is_integer(k):
             raise TypeError(f"k: expected an integer from 0 to {columns}, got {kind(k)}")
@@ -132,6 +138,7 @@ class AttentionOptions(NamedTuple):
     bias: Tensor | RelativeBias | None = None
     mask: Tensor | TileMask | None = None
     scale: float | None = None
+    softcap: float | None = None
     causal: bool = False
     window: Window | None = None
     visible: Ranges | None = None
@@ -146,6 +153,7 @@ class AttentionOptions(NamedTuple):
         mask = self.mask
         if self.scale is not None:
             check_scale("scale", self.scale, query.dtype)
+        check_softcap("softcap", self.softcap, query.dtype)
         if isinstance(mask, TileMask):
             _check_tile_mask(mask, query, shape)
         elif mask is not None:
@@ -167,6 +175,8 @@ class AttentionOptions(NamedTuple):
     def beyond_sdpa(self) -> list[tuple[str, str, str]]:
         """What torch's own attention does not do: each option, what it is, what it may be."""
         found = []
+        if self.softcap:
+            found.append(("softcap", str(self.softcap), "None"))
         if self.sink is not None:
             found.append(("sink", "one", "None"))
         if self.dropout != 0:
@@ -309,6 +319,15 @@ def check_scale(name: str, scale: float, dtype: torch.dtype) -> None:
         if not -torch.inf < scale < torch.inf:
             raise ValueError(f"{name}: expected a finite number, got {scale}")
         _check_range(name, scale, dtype)
+
+
+def check_softcap(name: str, softcap: float | None, dtype: torch.dtype) -> None:
+    """None, or a finite number from 0 on; 0 is none."""
+    if softcap is None:
+        return
+    check_scale(name, softcap, dtype)
+    if softcap < 0:
+        raise ValueError(f"{name}: expected None or a number from 0 on, got {softcap}")
 
 
 def _check_range(name: str, number: float, dtype: torch.dtype) -> None:
@@ -503,13 +522,13 @@ def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
     return True
 
 
-def _check_scores(
-    name: str, scores: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
-) -> None:
+def _check_scores(name: str, scores: Tensor, options: SoftmaxOptions | TopkOptions) -> None:
+    mask, bias = options.mask, options.bias
     check_floating(name, scores)
     if scores.dim() == 0:
         raise ValueError(f"{name}: expected at least 1 dimension, got a tensor without dimensions")
-    check_scale("scale", scale, scores.dtype)
+    check_scale("scale", options.scale, scores.dtype)
+    check_softcap("softcap", options.softcap, scores.dtype)
     if mask is not None:
         check_mask(mask, name, scores, scores.shape)
     if bias is not None:
@@ -545,6 +564,7 @@ def _check_has_queries(name: str, scores: Tensor) -> None:
 
 _READ = {
     "scale": as_number,
+    "softcap": as_number,
     "dropout": as_number,
     "window": checked_window,
     "dim": lambda name, value: as_integer(value),

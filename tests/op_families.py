@@ -79,6 +79,7 @@ def softmax_arguments(draw: Draw, shape: tuple[int, ...] = SHAPE, **case: Any) -
     return (
         draw.floats(shape),
         case.get("scale", 1.0),
+        case.get("softcap", 0.0),
         draw.mask(case.get("mask")),
         draw.floats(case.get("bias")),
         case.get("causal", False),
@@ -110,14 +111,21 @@ def softmax_backward_arguments(draw: Draw, lse: bool = True, **case: Any) -> tup
     )
 
 
-def dropout_backward_arguments(draw: Draw, has_all: bool) -> tuple[Any, ...]:
+def dropout_backward_arguments(
+    draw: Draw, has_all: bool, softcap: float = 0.0, dropout: float = 0.4
+) -> tuple[Any, ...]:
     rows = SHAPE[:-1]
     return (
         *(draw.floats(SHAPE), draw.floats(SHAPE), draw.floats(rows if has_all else None)),
-        *(draw.floats(rows), 0.7, draw.mask((BATCH, 1, QUERIES, KEYS) if has_all else None)),
+        *(
+            draw.floats(rows),
+            0.7,
+            softcap,
+            draw.mask((BATCH, 1, QUERIES, KEYS) if has_all else None),
+        ),
         *(draw.floats((HEADS, 1, KEYS) if has_all else None), has_all, -1, -1, None, None),
         *(draw.floats((HEADS,) if has_all else None), None, draw.dtype, has_all, has_all),
-        *(0.4, draw.seed(0.4)),
+        *(dropout, draw.seed(dropout)),
     )
 
 
@@ -169,6 +177,7 @@ def topk_arguments(draw: Draw, shape: tuple[int, ...] = (2, 3, 7), **case: Any) 
         draw.floats(shape),
         case.get("k", K),
         case.get("scale", 1.0),
+        case.get("softcap", 0.0),
         draw.mask(case.get("mask")),
         draw.floats(case.get("bias")),
         case.get("renormalize", False),
@@ -178,9 +187,9 @@ def topk_arguments(draw: Draw, shape: tuple[int, ...] = (2, 3, 7), **case: Any) 
 
 
 def topk_backward_arguments(draw: Draw, lse: bool = True, **case: Any) -> tuple[Any, ...]:
-    logits, k, scale, mask, bias, renormalize, out, _ = topk_arguments(draw, **case)
+    logits, k, scale, softcap, mask, bias, renormalize, out, _ = topk_arguments(draw, **case)
     rows = logits.shape[:-1]
-    of_forward = (logits.detach(), k, scale, mask, bias, renormalize, out, False)
+    of_forward = (logits.detach(), k, scale, softcap, mask, bias, renormalize, out, False)
     p, indices, statistics = ops.softmax_topk_forward.default(*of_forward)
     return (
         draw.floats((*rows, k)),
@@ -189,7 +198,7 @@ def topk_backward_arguments(draw: Draw, lse: bool = True, **case: Any) -> tuple[
         draw.floats(rows if lse else None),
         logits,
         statistics.detach().requires_grad_(),
-        *(scale, mask, bias, renormalize, 0.5, draw.dtype),
+        *(scale, softcap, mask, bias, renormalize, case.get("of_bias", False), draw.dtype),
     )
 
 
@@ -227,6 +236,7 @@ def attention_arguments(draw: Draw, **case: Any) -> tuple[Any, ...]:
         draw.floats(case.get("bias")),
         draw.mask(case.get("mask")),
         0.4,
+        case.get("softcap", 0.0),
         case.get("causal", False),
         *case.get("window", (-1, -1)),
         draw.floats(case.get("sink")),
@@ -308,6 +318,14 @@ ATTENTION_CASES = {
     "end": {"visible": (None, (1, 1, 5)), "bias": (1, 4, 5, 7), "causal": True},
     "blocks": {"mask": (BATCH, 1, 1, 1), "block": 64},
     "dropout": {"dropout": 0.4, "bias": (1, 4, 5, 7), "sink": (4,)},
+    "softcap": {"softcap": 0.5, "causal": True},
+    "softcap and all": {
+        "softcap": 0.5,
+        "dropout": 0.4,
+        "bias": (1, 4, 5, 7),
+        "mask": (BATCH, 1, 1, 7),
+        "sink": (4,),
+    },
     "[b, s, h, d]": {"is_transposed": True, "bias": (1, 1, 5, 7)},
 }
 TOPK_CASES = {
@@ -317,6 +335,8 @@ TOPK_CASES = {
     "bias": {"bias": (2, 3, 7)},
     "broadcast bias": {"bias": (7,), "mask": (3, 1)},
     "bias per row": {"bias": (3, 1), "scale": 2.0},
+    "softcap": {"softcap": 0.5, "scale": -0.7},
+    "softcap and bias": {"softcap": 0.5, "bias": (2, 3, 7), "mask": (7,), "of_bias": True},
     "renormalised": {"renormalize": True, "mask": (7,)},
     "renormalised, bias": {"renormalize": True, "bias": (2, 1, 1)},
     "k 0": {"k": 0, "bias": ()},
@@ -331,7 +351,7 @@ TOPK = Family(
     arguments=topk_arguments,
     backward_cases=TOPK_CASES | {"no lse": {"lse": False}},
     backward_arguments=topk_backward_arguments,
-    traced=("plain", "broadcast bias", "renormalised, bias", "k 0"),
+    traced=("plain", "broadcast bias", "renormalised, bias", "k 0", "softcap"),
     is_smooth=True,
     names=("logits", "bias", "mask"),
     draw=draw_topk,
@@ -362,6 +382,14 @@ FAMILIES = {
                 "causal": True,
             },
             "float16": {"out": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
+            "softcap": {"softcap": 0.5, "scale": -0.7, "return_lse": True},
+            "softcap and all": {
+                "softcap": 0.5,
+                "dropout": 0.4,
+                "mask": (BATCH, 1, QUERIES, KEYS),
+                "bias": (HEADS, 1, KEYS),
+                "return_lse": True,
+            },
             "dropout": {
                 "dropout": 0.4,
                 "sink": (HEADS,),
@@ -385,7 +413,7 @@ FAMILIES = {
         backward_arguments=softmax_backward_arguments,
         traced=(
             *("plain", "broadcast bias", "one sink", "sink value", "visible", "dropout"),
-            "bias and one sink",
+            *("bias and one sink", "softcap"),
         ),
         is_smooth=True,
         names=("scores", "bias", "sink", "mask"),
@@ -428,6 +456,7 @@ FAMILIES = {
         backward_arguments=attention_backward_arguments,
         traced=(
             *("plain", "shared bias", "relative in groups", "sink", "visible", "blocks", "dropout"),
+            "softcap",
             *("[b, s, h, d]", "bias not asked for", "table not asked for", "sink not asked for"),
         ),
         is_smooth=False,

@@ -20,6 +20,8 @@ TOLERANCE = {
     torch.bfloat16: 6e-3,
 }
 ELEMENTWISE = 4
+# What a capped score may err by, in units of the eps of its computation.
+CAPPED = 8
 
 
 def smallest_step(dtype: torch.dtype) -> float:
@@ -48,6 +50,9 @@ class Forward:
     sink_noise: Tensor  # the same of the sink's share, of each row
     lse_noise: Tensor  # the same of the lse, absolute
     kept: Tensor | None = None  # float64: what dropout multiplies probabilities by
+    # Of a softcap: its part of the derivative of z, and what that may err by, in units of eps.
+    slope: Tensor | None = None
+    slope_noise: Tensor | None = None
 
     def dropped(self, values: Tensor) -> Tensor:
         """0 where dropped, even of NaN."""
@@ -109,6 +114,7 @@ def softmax(
     scores: Tensor,
     *,
     scale: float = 1.0,
+    softcap: float | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
@@ -121,6 +127,17 @@ def softmax(
     """Its probabilities are those without dropout. `kept` is bool, of the shape of the scores."""
     z = scores.detach().double() * scale
     terms = z.abs()  # what a rounding of z is relative to
+    slopes: tuple[Tensor, ...] = ()
+    if softcap:
+        t = torch.tanh(z / softcap)
+        z, slope = softcap * t, (1 - t * t).nan_to_num(0.0)
+        # Rounding scale * scores / softcap counts too.
+        of_argument = slope * torch.atanh(t).abs().nan_to_num(0.0, 0.0)
+        slopes = (
+            slope,
+            2 * t.abs().nan_to_num(0.0) * (CAPPED * t.abs().nan_to_num(0.0) + of_argument),
+        )
+        terms = CAPPED * z.abs()
     if bias is not None:
         z = z + bias.detach().double()
         terms = terms + bias.detach().double().abs()
@@ -143,16 +160,16 @@ def softmax(
     probabilities = probabilities.masked_fill(is_nan.unsqueeze(-1), torch.nan)
     probabilities = probabilities.masked_fill(excluded, 0.0)
     lse = (largest + torch.log(total)).masked_fill(is_nan, torch.nan)
-    if bias is None:  # differences of scores are scaled
+    if bias is None and not softcap:  # differences of scores are scaled
         terms = (z - largest.unsqueeze(-1)).abs()
     share = torch.exp(logit - largest) / total
     eps = torch.finfo(torch.float64 if scores.dtype == torch.float64 else torch.float32).eps
     noises = _noises(probabilities, eps * terms, share, eps * (largest.abs() + logit.abs()))
     if kept is None:
-        return Forward(probabilities, lse, excluded, *noises)
+        return Forward(probabilities, lse, excluded, *noises, None, *slopes)
     divisor = 1 - round(dropout * 32768) / 32768
     factors = kept.double() / divisor if divisor > 0 else torch.zeros_like(probabilities)
-    return Forward(probabilities, lse, excluded, *noises, factors)
+    return Forward(probabilities, lse, excluded, *noises, factors, *slopes)
 
 
 def enlarged(size: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,7 +192,7 @@ def gradients(
     dz = p (g - D) with D = sum(g p) - h; the share exp(sink - lse) of the sink takes -D of it.
     """
     p, noise = forward.probabilities, forward.noise
-    if forward.kept is None:
+    if forward.kept is None and forward.slope is None:
         p = p.to(dtype).double()
     else:  # made again from the lse in float32
         size = torch.where(forward.lse.isfinite(), forward.lse.abs(), 0.0)
@@ -185,7 +202,7 @@ def gradients(
     d = (g * p).sum(-1) - h
     step = smallest_step(dtype) / TOLERANCE[dtype]
     p_size = enlarged(p, noise, dtype)
-    if forward.kept is not None:  # rounded to `dtype`, and then multiplied by the factor in g
+    if forward.kept is not None or forward.slope is not None:  # rounded to `dtype`
         p_size = p_size + step
     d_size = (g * p_size).abs().sum(-1) + h.abs()
     dz = torch.where(p == 0, 0.0, p * (g - d.unsqueeze(-1)))
@@ -196,7 +213,7 @@ def gradients(
     )
     dz_size = torch.where(forward.excluded, 0.0, dz_size)
 
-    scores = Gradient(scale * dz, abs(scale) * dz_size, forward.excluded)
+    scores = of_scores(forward, Gradient(dz, dz_size, forward.excluded), scale, dtype)
     of_bias = of_sink = None
     if bias is not None:
         of_bias = summed(Gradient(dz, dz_size, forward.excluded), bias.shape)
@@ -214,6 +231,17 @@ def gradients(
             torch.zeros(sink.shape, dtype=torch.bool, device=sink.device),
         )
     return Gradients(scores, of_bias, of_sink)
+
+
+def of_scores(forward: Forward, of_z: Gradient, scale: float, dtype: torch.dtype) -> Gradient:
+    """The gradient of the scores, computed in the type for `dtype`, from that of z."""
+    value, size = of_z.value, of_z.magnitude
+    if forward.slope is not None and forward.slope_noise is not None:
+        eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        noise = forward.slope_noise * (eps / TOLERANCE[dtype])
+        size = size * forward.slope + value.abs() * noise
+        value = value * forward.slope
+    return Gradient(scale * value, abs(scale) * size, of_z.zero)
 
 
 def summed(gradient: Gradient, shape: torch.Size) -> Gradient:

@@ -38,6 +38,7 @@ class Forward:
     weight_noise: Tensor  # the same of all errors of P, those of z in the computation's type too
     output: Result
     lse: Result
+    product_noise: Tensor  # what rounding scaled products is relative to
 
 
 def bias_of_pairs(bias: Tensor | RelativeBias | None, shape: torch.Size) -> Tensor | None:
@@ -80,6 +81,7 @@ def attention(
     bias: Tensor | RelativeBias | None = None,
     mask: Tensor | TileMask | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     causal: bool = False,
     window: tuple[int, int] | None = None,
     visible: oracle.Visible | None = None,
@@ -94,7 +96,8 @@ def attention(
     if isinstance(mask, TileMask):
         mask = mask_of_pairs(mask, *scores.shape[-2:])
     limits: dict[str, Any] = {"causal": causal, "window": window, "visible": visible}
-    dense = oracle.softmax(scores, scale=factor, mask=mask, bias=bias, sink=sink, **limits)
+    limits |= {"softcap": softcap, "sink": sink}
+    dense = oracle.softmax(scores, scale=factor, mask=mask, bias=bias, **limits)
     p = dense.probabilities
     # Of logits in the type of the computation, which is float32 for halves.
     sizes = (q.square() @ k.square().mT).sqrt()
@@ -102,6 +105,10 @@ def attention(
     if query.dtype in HALVES or (query.is_cuda and query.dtype == torch.float32):
         sizes = 2 * (sizes + scores.abs())
     noise_of_z = 1 + abs(factor) * sizes
+    if softcap:
+        assert dense.slope is not None
+        capped = softcap * torch.tanh(factor * scores / softcap).abs()
+        noise_of_z = 1 + abs(factor) * sizes * dense.slope + oracle.CAPPED * capped
     if bias is not None:
         noise_of_z = noise_of_z + bias.abs()
     noise_of_z = noise_of_z.masked_fill(dense.excluded | (p == 0), 0)
@@ -129,6 +136,7 @@ def attention(
         weight_noise,
         Result(output, noise, zero),
         Result(dense.lse, lse_noise, torch.zeros_like(nothing)),
+        abs(factor) * sizes,
     )
 
 
@@ -158,6 +166,7 @@ def gradients(
     *,
     bias: Tensor | RelativeBias | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     sink: Tensor | float | None = None,
 ) -> dict[str, Result]:
     """From the gradients g of the output and h of the log-sum-exp.
@@ -173,7 +182,10 @@ def gradients(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     eps = torch.finfo(query.dtype).eps
 
-    allowed = ROUNDING * eps if h is None else oracle.TOLERANCE[query.dtype]  # see `deviation`
+    is_beside_torch = h is None and not softcap
+    allowed = (
+        ROUNDING * eps if is_beside_torch else oracle.TOLERANCE[query.dtype]
+    )  # see `deviation`
 
     def rounded(exact: Tensor) -> Tensor:
         return exact.to(query.dtype).double()
@@ -207,6 +219,18 @@ def gradients(
         of_dp = (g.square() @ v.square().mT).sqrt()
         noise = weight_noise * (of_dp + dp.abs() + d.abs() + d_noise)
     noise = torch.where(p == 0, 0.0, noise)
+    of_logits, noise_of_logits = dz, noise  # of a bias
+    if softcap:
+        slope, slope_noise = expected.dense.slope, expected.dense.slope_noise
+        assert slope is not None
+        assert slope_noise is not None
+        unit = _eps_of_z(query.dtype) / eps
+        # Products of queries and keys, which slopes depend on, are rounded too.
+        of_slope = unit * (slope_noise + 2 * slope * expected.product_noise / softcap)
+        if query.dtype in HALVES:  # kept in float16
+            of_slope = of_slope + slope * torch.finfo(torch.float16).eps / eps
+        noise = (noise * slope).hypot(dz * of_slope)
+        dz = dz * slope
 
     def by_key_head(of_head: Tensor) -> Tensor:
         heads_at = query.dim() - 3
@@ -224,7 +248,9 @@ def gradients(
         parts = by_key_head(squares + (unit * of_head).square())
         return product(by_key_head(of_head), parts, unseen)
 
-    lost_of_dz = (lost(dz, rounded(dz)), *(p * each for each in lost_of_d))
+    shares = p if not softcap else p * expected.dense.slope
+    lost_of_dz = (lost(dz, rounded(dz)), *(shares * each for each in lost_of_d))
+    lost_of_logits = (lost(of_logits, rounded(of_logits)), *(p * each for each in lost_of_d))
     flushed = (torch.finfo(torch.float32).tiny / eps) ** 2  # sums, before the factor
     of_query = noise.square() @ k.square() + flushed
     of_key = noise.square().mT @ q.square() + flushed
@@ -238,9 +264,9 @@ def gradients(
         "value": of_heads(p.mT @ g, of_value, unseen & g.isfinite().all()),
     }
     if bias is not None:
-        value = reduced(dz, bias, lambda x: x)
-        squares = reduced(noise, bias, torch.square)
-        for of_dz in lost_of_dz:
+        value = reduced(of_logits, bias, lambda x: x)
+        squares = reduced(noise_of_logits, bias, torch.square)
+        for of_dz in lost_of_logits:
             squares = squares + reduced(of_dz, bias, lambda x: x).square()
         if not isinstance(bias, RelativeBias) and bias.shape[-1:] in ((), (1,)):
             # The error of D is the same in a whole row: what shares an entry adds it up.
@@ -420,8 +446,9 @@ def compare(
     lse_gradient = not is_half if lse_gradient is None else lse_gradient
     h = oracle.random_like(lse, 2) if h is None and lse_gradient else h
     options = {name: arguments.get(name) for name in ("bias", "scale", "sink")}
+    softcap = arguments.get("softcap")
     of_torch: dict[str, Tensor] = {}
-    if is_half:
+    if is_half and not softcap:  # torch has none
         of_torch = torch_attention(
             query, key, value, g, **options, excluded=expected.dense.excluded
         )
@@ -434,7 +461,7 @@ def compare(
 
     outputs, incoming = ((output,), (g,)) if h is None else ((output, lse), (g, h))
     found = torch.autograd.grad(outputs, list(inputs.values()), incoming, allow_unused=True)
-    wanted = gradients(expected, query, key, g, h, **options)
+    wanted = gradients(expected, query, key, g, h, **options, softcap=softcap)
     for (name, tensor), actual in zip(inputs.items(), found, strict=True):
         assert actual is not None, f"no gradient of {name}"
         assert actual.dtype == tensor.dtype

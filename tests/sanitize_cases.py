@@ -126,6 +126,7 @@ class Inputs:
         self.layouts = itertools.cycle(LAYOUTS)
         self.sinks = itertools.cycle((None, "heads", 0.5))
         self.scales = itertools.cycle((1.0, -0.7))
+        self.softcaps = itertools.cycle((0.0, 0.0, 0.6))
         self.flags = itertools.cycle((True, True, False))
         self.dropouts = itertools.cycle((0.0, 0.3, 0.0, 0.0, 0.9))
         self.ranged = itertools.cycle(((False, False), (True, True), (True, False), (False, True)))
@@ -457,20 +458,24 @@ def call_softmax(
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
     excluded = given.mask(*given.beside(shape)) if mask else None
     dropout = (0.3, torch.tensor([7], device=given.device)) if drops else (0.0, None)
+    softcap = next(given.softcaps)
     visible = given.ranges(*shape[:-1], keys=columns) if has_ranges else (None, None)
     options = (False, *window, *visible, sink, sink_value, out)
     if direction == "forward":
         scores = given.floats(*shape, dtype=element, layout=layout)
-        OPS.softmax_forward(*(scores, scale, excluded, bias_tensor, *options, has_lse, *dropout))
+        OPS.softmax_forward(
+            *(scores, scale, softcap, excluded, bias_tensor, *options, has_lse, *dropout)
+        )
         return
     gradient, probabilities = (given.floats(*shape, dtype=element, layout=layout) for _ in "gp")
     lse, lse_gradient = (given.floats(*shape[:-1], dtype=torch.float32) for _ in "lg")
     rows = (lse_gradient if has_lse else None, lse)
     wanted = (sums_bias and bias is not None, has_sink)
-    if drops:
+    if drops or softcap > 0:
         scores = probabilities
         OPS.softmax_dropout_backward(
-            *(gradient, scores, *rows, scale, excluded, bias_tensor), *(*options, *wanted, *dropout)
+            *(gradient, scores, *rows, scale, softcap, excluded, bias_tensor),
+            *(*options, *wanted, *dropout),
         )
     else:
         OPS.softmax_backward(
@@ -555,7 +560,7 @@ def call_topk(given, dtype, shape, k, mask=False, bias=None, layout=None, backwa
     if bias is not None:
         bias_dtype = DTYPES["fp32" if bias == "fp32" else dtype]
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
-    options = (scale, excluded, bias_tensor, renormalize)
+    options = (scale, next(given.softcaps), excluded, bias_tensor, renormalize)
     probabilities, indices, statistics = OPS.softmax_topk_forward(
         logits, k, *options, element if next(given.flags) else torch.float32, False
     )
@@ -565,7 +570,7 @@ def call_topk(given, dtype, shape, k, mask=False, bias=None, layout=None, backwa
     lse_gradient = given.floats(*shape[:-1], dtype=torch.float32) if next(given.flags) else None
     OPS.softmax_topk_backward(
         *(gradient, probabilities, indices, lse_gradient, logits, statistics),
-        *(*options, 0.5, element),
+        *(*options, False, element),
     )
 
 
@@ -702,7 +707,18 @@ def call_attention(given, sizes, dtype, dim, bias, bias_dtype, deterministic):
         left, right = {"causal": (-1, 0), "window": (5, 2)}.get(masking, (-1, -1))
         if masking == "blocks" and queries <= 16:  # kernels of few queries know of no blocks
             mask, block = None, 1
-        options = (table, mask, 0.3, False, left, right, sink, sink_value, bias == "relative")
+        options = (
+            table,
+            mask,
+            0.3,
+            next(given.softcaps),
+            False,
+            left,
+            right,
+            sink,
+            sink_value,
+            bias == "relative",
+        )
         dropout, seed = given.dropout()
         options = (*options, *visible, note, block, dropout, seed, next(allows_tf32))
         output, statistics = OPS.attention_forward(query, key, value, *options)
@@ -737,7 +753,18 @@ def attention_in_turns(given, dtype, dim, bias):
         seed = torch.tensor([7], device=given.device)
         ways = [*((mask, 0.0, None) for mask in masks), (None, 0.3, seed)]
         for (mask, *dropout), allows_tf32 in itertools.product(ways, {False, dtype == "fp32"}):
-            options = (table, mask, 0.3, False, -1, -1, None, None, bias == "relative")
+            options = (
+                table,
+                mask,
+                0.3,
+                next(given.softcaps),
+                False,
+                -1,
+                -1,
+                None,
+                None,
+                bias == "relative",
+            )
             options = (*options, None, None, None, 1, *dropout, allows_tf32)
             output, statistics = OPS.attention_forward(query, key, value, *options)
             OPS.attention_backward(
@@ -765,7 +792,7 @@ def attention_small(given, dtype, dim):
                 table = given.floats(1, heads, queries, keys, dtype=DTYPES[bias_dtype])
             sink, sink_value = given.sink(heads)
             window = (5, 2) if mask is None and bias_dtype == "fp32" else (-1, -1)
-            options = (table, mask, 0.3, False, *window, sink, sink_value, False)
+            options = (table, mask, 0.3, 0.0, False, *window, sink, sink_value, False)
             options = (*options, None, None, None, 1, 0.0, None, False)
             output, statistics = OPS.attention_forward(query, key, value, *options)
             rows = given.floats(batches, heads, queries, dtype=torch.float32, layout="exact")
@@ -809,7 +836,7 @@ def attention_wide(given, dtype, has_bias):
             bias = given.floats(1, 4 * HEADS, queries, keys, dtype=DTYPES[dtype])
         right = 0 if masking == "causal" else -1
         OPS.attention_forward(
-            *(query, key, value, bias, mask, 0.3, False, -1, right),
+            *(query, key, value, bias, mask, 0.3, next(given.softcaps), False, -1, right),
             *(*given.sink(4 * HEADS), False, *visible, None, block, 0.0, None, False),
         )
 

@@ -1883,7 +1883,7 @@ def test_statistics(device: str) -> None:
         bias = normal(1, 4, 5, 13, device=device, dtype=dtype, seed=4)
         sink = normal(4, device=device, seed=6)
         for logit in (None, sink):
-            options = (0.3, False, -1, -1, logit, None, False, None, None, None, 1, 0.0, None)
+            options = (0.3, 0.0, False, -1, -1, logit, None, False, None, None, None, 1, 0.0, None)
             _, statistics = attention_forward(q, k, v, bias, mask, *options, False)
             given = {"bias": bias, "mask": mask, "scale": 0.3, "sink": logit}
             expected = oracle_attention.attention(q, k, v, **given)

@@ -141,18 +141,19 @@ def test_softmax(op, beside, dtype, window, device):
         visible = bounds(length, device) if beside == "mask" else (None, None)
         limits = (False, *window, *visible, normal(HEADS, device=device), None, dtype)
         drop = (0.3, torch.tensor([length], device=device))
+        softcap = 2.0 if length % 3 == 0 else 0.0
         has_gradient = bias is not None and bias.shape[-1] == length
         arguments: tuple[Any, ...]
         if op == "forward":
             drop = drop if length % 2 else (0.0, None)
-            arguments = (scores, -0.7, mask, bias, *limits, True, *drop)
+            arguments = (scores, -0.7, softcap, mask, bias, *limits, True, *drop)
         elif op == "backward":
             probabilities = scores.float().softmax(-1).to(dtype)
             bias = bias if has_gradient else None
             given = (gradient, probabilities, of_lse, lse, 0.7, bias)
             arguments = (*given, *limits, has_gradient, True)
         else:
-            given = (gradient, scores, of_lse, lse, -0.7, mask, bias)
+            given = (gradient, scores, of_lse, lse, -0.7, softcap, mask, bias)
             arguments = (*given, *limits, has_gradient, True, *drop)
         check((getattr(OPS, f"softmax_{op}"), arguments), what=f"{length} keys")
 
@@ -184,7 +185,7 @@ def test_topk(beside, dtype, k, device):
         shape = (BATCHES, QUERIES, length)
         logits = normal(*shape, device=device, dtype=dtype)
         mask, bias = mask_and_bias(beside, shape, dtype, device)
-        options = (0.7, mask, bias, True)
+        options = (0.7, 2.0 if length % 3 == 0 else 0.0, mask, bias, True)
         arguments = (logits, min(k, length), *options, dtype, False)
         check((OPS.softmax_topk_forward, arguments), what=f"forward of {length} logits")
 
@@ -192,7 +193,7 @@ def test_topk(beside, dtype, k, device):
         gradient = normal(*probabilities.shape, device=device, dtype=dtype, seed=1)
         of_lse = normal(*shape[:-1], device=device, seed=2)
         selected = (gradient, probabilities, indices, of_lse, logits, statistics)
-        backward = (OPS.softmax_topk_backward, (*selected, *options, 0.5, dtype))
+        backward = (OPS.softmax_topk_backward, (*selected, *options, False, dtype))
         check(backward, what=f"backward of {length} logits")
 
 
@@ -232,7 +233,17 @@ def test_attention(of_bias, is_float, dim, dtype, device):
             sink = normal(HEADS, device=device)
             window = (-1, 0) if number % 3 == 1 else (-1, -1)
             visible = bounds(keys, device, queries) if number % 4 == 2 else (None, None)
-            options = (bias, mask, 0.3, False, *window, sink, None, of_bias == "relative")
+            options = (
+                bias,
+                mask,
+                0.3,
+                2.0 if number % 5 == 4 else 0.0,
+                False,
+                *window,
+                sink,
+                None,
+                of_bias == "relative",
+            )
             drop = (
                 (0.3, torch.tensor([number], device=device))
                 if number % 4 in (1, 2)

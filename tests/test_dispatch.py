@@ -14,6 +14,7 @@ from megasoftmax import Reason, dispatch, why_not_fused
 from megasoftmax.build import library
 from megasoftmax.build.extension import CSRC
 from megasoftmax.limits import kernel_limits, read_limits
+from megasoftmax.options import AttentionOptions
 
 SHAPE = (2, 3, 4, 5)
 LIMITS = kernel_limits()
@@ -134,7 +135,7 @@ def test_compute_capability(capabilities, of_gpu, of_kernels, against_softmax, a
     on_gpu = SimpleNamespace(
         is_cuda=True, device=GPU_TENSOR.device, dtype=query.dtype, shape=query.shape
     )
-    found = dispatch.reasons_against_fused_attention(on_gpu, query, query, 1.0, 0.0)
+    found = dispatch.reasons_against_fused_attention(on_gpu, query, query, 1.0, AttentionOptions())
     of_capability = [reason for reason in found if reason.constraint == "compute capability"]
     assert of_capability == [reason(against_attention, "8.0")] * (against_attention is not None)
     assert dispatch.has_attention(GPU_TENSOR) == (against_attention is None)

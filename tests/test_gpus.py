@@ -264,7 +264,7 @@ def test_attention_is_refused_on_7_5():
     softmax_before = megasoftmax.softmax(query, fused=True)
     note = torch.ones(1, 1, 100, 100, dtype=torch.bool, device="cuda")
     ops = torch.ops.megasoftmax
-    options = (None, None, 0.125, False, -1, -1, None, None, False)
+    options = (None, None, 0.125, 0.0, False, -1, -1, None, None, False)
     options = (*options, None, None, None, 1, 0.0, None, False)
     output, statistics = torch.empty_like(query), query.new_empty(3, 1, 2, 100, dtype=FLOAT)
     passes = {

@@ -101,11 +101,12 @@ def test_opcheck_of_attention_in_blocks(case, device):
     torch.library.opcheck(in_blocks, tuple(arguments))
 
 
+@pytest.mark.parametrize("softcap", [{}, {"softcap": 0.5}, {"softcap": 0.5, "dropout": 0.0}])
 @pytest.mark.parametrize("has_all", [False, True])
-def test_opcheck_of_dropout_backward(has_all, device):
+def test_opcheck_of_dropout_backward(has_all, softcap, device):
     torch.manual_seed(0)
     torch.library.opcheck(
-        softmax_dropout_backward, dropout_backward_arguments(Draw(device), has_all)
+        softmax_dropout_backward, dropout_backward_arguments(Draw(device), has_all, **softcap)
     )
 
 

@@ -1,6 +1,6 @@
 #pragma once
 // The bias. It is added to the scaled product of queries and keys: a sum that started from a large
-// bias would lose digits of the product.
+// bias would lose digits of the product. With a softcap it is added to what that makes of products.
 
 #include "../common/vector.cuh"
 #include "layout.h"
@@ -208,7 +208,7 @@ struct DiagonalPairs {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) ahead[i] = pairs[4 * i];
   }
-  // Turns products into logits, see add_bias.
+  // Turns scores into logits, see add_bias.
   __device__ __forceinline__ void add_to(float (&scores)[kN][4], float scale) const {
 #pragma unroll
     for (int i = 0; i <= kN; ++i) {
@@ -272,7 +272,7 @@ struct FloatBias {
   }
 };
 
-// Turns products into logits: scale * product + bias, rounded once.
+// Turns scores into logits: scale * score + bias, rounded once.
 template <int kM, int kN, class Bias>
 __device__ __forceinline__ void add_bias(Accumulators<kM, kN>& scores, float scale,
                                          const Bias& bias) {
@@ -308,21 +308,27 @@ struct SharedBias {
   // Fills the tile by all threads of a block; call wait_for_copies.
   template <int kThreads>
   __device__ void fill(int batch, int head, int query, int key) const {
+    if (kBias == BiasKind::kSoftcap && params.bias.data == nullptr) return;
     const BiasRows<T> bias(params, batch, head);
     if constexpr (kBias == BiasKind::kTile) {
       rows().template start_copy<kThreads>(bias.row(query) + key, bias.query_stride,
                                            params.queries - query, params.keys - key);
-    } else if constexpr (kBias == BiasKind::kAny) {
+    } else if constexpr (has_float_tile(kBias)) {
       float_rows().template fill<kThreads>(bias, query, key, params.queries, params.keys);
     }
   }
-  // Turns this warp's products into logits, from `query` and `key` of the tile on.
+  // Turns this warp's scores into logits, from `query` and `key` of the tile on.
   template <bool kKeysInRows, int kM, int kN>
   __device__ void add_to(Accumulators<kM, kN>& scores, int query, int key) const {
-    if constexpr (kBias == BiasKind::kTile) {
-      add_bias(scores, params.scale, TileBias<T, kKeysInRows, Rows>(rows(), query, key));
-    } else if constexpr (kBias == BiasKind::kAny) {
-      add_bias(scores, params.scale, FloatBias<kKeysInRows, FloatRows>(float_rows(), query, key));
+    if (kBias == BiasKind::kSoftcap && params.bias.data == nullptr) {
+#pragma unroll
+      for (int i = 0; i < kM * kN * 4; ++i)
+        scores[i / 4 / kN][i / 4 % kN][i % 4] *= params.logit_scale;
+    } else if constexpr (kBias == BiasKind::kTile) {
+      add_bias(scores, params.logit_scale, TileBias<T, kKeysInRows, Rows>(rows(), query, key));
+    } else if constexpr (has_float_tile(kBias)) {
+      add_bias(scores, params.logit_scale,
+               FloatBias<kKeysInRows, FloatRows>(float_rows(), query, key));
     }
   }
 };

@@ -91,7 +91,7 @@ cudaError_t launch_bias_gradient(AttentionBackwardParams params, const BiasGradi
         MEGASOFTMAX_RETURN_IF_ERROR(
             launch(params.dropout.seed != nullptr
                        ? attention_bias_gradient_kernel<T, kBias, true, kIndex>
-                       : attention_bias_gradient_kernel<T, kBias, false, kIndex>,
+                       : attention_bias_gradient_kernel<T, kBias, !may_be_unmasked(kBias), kIndex>,
                    dim3(static_cast<unsigned>(blocks)), dim3(Memory::kThreads),
                    Memory::kLayout.bytes(plan.stages), Together::kNot, 1, stream, params));
         return launch_bias_parts<T>(params, stream);

@@ -12,9 +12,17 @@ namespace megasoftmax {
 
 enum class BiasKind {
   kNone,
-  kTile,  // 16-bit elements of the queries' type, rows at multiples of 16 bytes, dense keys
-  kAny,   // any element type and strides, and any bias of float32 queries
+  kTile,     // 16-bit elements of the queries' type, rows at multiples of 16 bytes, dense keys
+  kAny,      // any element type and strides, and any bias of float32 queries
+  kSoftcap,  // a softcap, and any bias or none
 };
+// Whether there are instances without mask, ranges and dropout. A softcap has none, because each
+// instance takes time to build.
+constexpr bool may_be_unmasked(BiasKind kind) { return kind != BiasKind::kSoftcap; }
+// Whether a tile of it is float32 in shared memory.
+constexpr bool has_float_tile(BiasKind kind) {
+  return kind == BiasKind::kAny || kind == BiasKind::kSoftcap;
+}
 
 // Padding between rows of a bias in float32, in elements. More does not help: the lanes of a warp
 // then have as many bank conflicts, forward, or more, backward.
@@ -25,9 +33,9 @@ constexpr int tile_bytes(int rows, int columns, int element_bytes = 2) {
 }
 
 constexpr int bias_bytes(BiasKind kind, int queries, int keys) {
-  return kind == BiasKind::kTile  ? tile_bytes(queries, keys)
-         : kind == BiasKind::kAny ? queries * (keys + kBiasPadding) * 4
-                                  : 0;
+  return kind == BiasKind::kTile ? tile_bytes(queries, keys)
+         : has_float_tile(kind)  ? queries * (keys + kBiasPadding) * 4
+                                 : 0;
 }
 
 // Forward: queries, keys, values, bias.

@@ -65,6 +65,12 @@ inline constexpr AttentionTile kAttentionForwardTiles[] = {
 // The major number of Hopper's compute capability.
 inline constexpr int kHopperMajor = 9;
 
+// Whether tiles of Hopper's kernels for these dimensions have kernels for a softcap: not all,
+// because each takes time to build. Head dimensions between them take the next.
+constexpr bool has_softcap_kernels(int head_dim, int value_dim) {
+  return head_dim == value_dim && (head_dim == 64 || head_dim == 128 || head_dim == 256);
+}
+
 // A block of Hopper's forward: warpgroups of 64 queries each, and one more that only copies. Both
 // have their number of registers a thread.
 struct AttentionHopperTile {
@@ -75,6 +81,7 @@ struct AttentionHopperTile {
   int bias_stages;   // tiles of the bias in shared memory at a time; 0: no room for one
   int query_stages;  // tiles of queries there; results take the place of theirs
 
+  constexpr bool takes_softcap() const { return has_softcap_kernels(head_dim, value_dim); }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
 };
@@ -131,6 +138,7 @@ struct AttentionHopperBackwardTile {
   int copier_registers, registers;
   static constexpr int warpgroups = 2;
 
+  constexpr bool takes_softcap() const { return has_softcap_kernels(head_dim, value_dim); }
   constexpr bool is_wide() const { return head_dim > 128; }
   constexpr bool has_turns() const { return !is_wide(); }
   constexpr int threads() const { return 128 * (warpgroups + 1); }

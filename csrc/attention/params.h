@@ -55,7 +55,10 @@ struct AttentionParams {
   SinkLogit sink;
   Dropout dropout;
   int window_left = -1, window_right = -1;  // as in Window
-  float scale = 1;
+  // Logits are scores times `logit_scale`, plus the bias. Scores are products of queries and keys,
+  // or with a softcap their tanh, and then `logit_scale` is the softcap.
+  float scale = 1, logit_scale = 1;
+  Softcap softcap;
   bool is_tf32 = false;      // products of float32 are made of its TF32 part alone
   bool can_exclude = false;  // a row without a visible key is 0, else NaN
 
@@ -72,6 +75,12 @@ struct AttentionParams {
 
   // Set if a mask or ranges are given and the kernel reads a block mask.
   BlockMask block_mask;
+
+  void set_scale(double of_products, const Softcap& given) {
+    scale = static_cast<float>(of_products);
+    softcap = given;
+    logit_scale = given.is_given() ? given.cap : scale;
+  }
 
   // Which entry of the bias a batch and head have.
   __device__ void entry_of_bias(int batch, int head, int& bias_batch, int& bias_head) const {
@@ -161,6 +170,12 @@ enum class BiasGradient {
   kInOrder,     // such sums in a fixed order, in the type of the bias, from parts
   kDiagonals,   // sums along diagonals of each tile of keys, float32
 };
+
+// Whether blocks of keys make it beside the gradients of keys and values.
+__host__ __device__ constexpr bool is_made_beside_keys(BiasGradient kind) {
+  return kind != BiasGradient::kNone && kind != BiasGradient::kQueries &&
+         kind != BiasGradient::kInOrder;
+}
 
 // How gradients of queries are summed over blocks of keys.
 enum class QueryGradient {

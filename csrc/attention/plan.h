@@ -154,6 +154,7 @@ inline bool has_dense_rows(const AttentionParams& params) {
          params.bias.column_stride == 1;
 }
 inline BiasKind bias_kind(const AttentionParams& params) {
+  if (params.softcap.is_given()) return BiasKind::kSoftcap;
   if (params.bias.data == nullptr) return BiasKind::kNone;
   return has_dense_rows(params) && has_aligned_rows(params.bias) ? BiasKind::kTile : BiasKind::kAny;
 }
@@ -306,7 +307,8 @@ inline bool is_valid(const AttentionParams& params) {
       std::max(params.head_dim, params.value_dim) <= max_head_dim(params.query.type) ||
       is_for_inference;
   return params.head_dim > 0 && fits && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
-         params.scale > 0 && params.scale <= kMaxScale && params.dropout.threshold <= kMaxDropped;
+         params.scale > 0 && params.logit_scale <= kMaxScale &&
+         params.dropout.threshold <= kMaxDropped;
 }
 
 }  // namespace megasoftmax

@@ -195,8 +195,8 @@ Tensor tile_note(Tensor mask, int64_t block, int64_t queries, int64_t keys) {
 }
 
 void set_params(AttentionParams& params, const Inputs& inputs, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& mask, double scale, bool causal, int64_t window_left,
-                int64_t window_right, const std::optional<Tensor>& sink,
+                const std::optional<Tensor>& mask, double scale, double softcap, bool causal,
+                int64_t window_left, int64_t window_right, const std::optional<Tensor>& sink,
                 std::optional<double> sink_value, bool relative, const std::optional<Tensor>& first,
                 const std::optional<Tensor>& end, int64_t block, double dropout,
                 const std::optional<Tensor>& seed, bool tf32) {
@@ -279,7 +279,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   params.window_right = window.right >= queries - 1 ? -1 : static_cast<int>(window.right);
   params.can_exclude = mask || bias || window.is_limited() || params.visible.are_given() ||
                        params.sink.is_given || keys == 0;
-  params.scale = static_cast<float>(scale);
+  params.set_scale(scale, Softcap(softcap, scale));
   params.is_tf32 = tf32;
 }
 
@@ -294,7 +294,7 @@ Tensor new_output(const Tensor& query, int64_t columns) {
 
 std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
                                    std::optional<Tensor> bias, std::optional<Tensor> mask,
-                                   double scale, bool causal, int64_t window_left,
+                                   double scale, double softcap, bool causal, int64_t window_left,
                                    int64_t window_right, std::optional<Tensor> sink,
                                    std::optional<double> sink_value, bool relative,
                                    std::optional<Tensor> first, std::optional<Tensor> end,
@@ -304,8 +304,8 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   check_capability();
   const Inputs inputs(query, key, value);
   AttentionForwardParams params;
-  set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
-             relative, first, end, block, dropout, seed, tf32);
+  set_params(params, inputs, bias, mask, scale, softcap, causal, window_left, window_right, sink,
+             sink_value, relative, first, end, block, dropout, seed, tf32);
   Tensor output = new_output(query, params.value_dim);
   Tensor statistics =
       new_tensor({3, params.batches, params.heads, params.queries}, ScalarType::Float, query);
@@ -373,7 +373,7 @@ Tensor sum_of_shared(const Tensor& of_heads, const Tensor& bias) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor output_gradient, std::optional<Tensor> lse_gradient, Tensor query, Tensor key,
     Tensor value, Tensor output, Tensor statistics, std::optional<Tensor> bias,
-    std::optional<Tensor> mask, double scale, bool causal, int64_t window_left,
+    std::optional<Tensor> mask, double scale, double softcap, bool causal, int64_t window_left,
     int64_t window_right, std::optional<Tensor> sink, std::optional<double> sink_value,
     bool relative, std::optional<Tensor> first, std::optional<Tensor> end,
     std::optional<Tensor> note, int64_t block, double dropout, std::optional<Tensor> seed,
@@ -382,8 +382,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_capability();
   const Inputs inputs(query, key, value);
   AttentionBackwardParams params;
-  set_params(params, inputs, bias, mask, scale, causal, window_left, window_right, sink, sink_value,
-             relative, first, end, block, dropout, seed, tf32);
+  set_params(params, inputs, bias, mask, scale, softcap, causal, window_left, window_right, sink,
+             sink_value, relative, first, end, block, dropout, seed, tf32);
   const auto check_rows = [&](const Tensor& tensor, int64_t count, const char* argument) {
     check(tensor.is_cuda() && tensor.get_device_index() == query.get_device_index() &&
               tensor.scalar_type() == ScalarType::Float && tensor.numel() == count,

@@ -36,12 +36,13 @@ Tensor probabilities_of(const Tensor& scores, double scale, std::optional<Tensor
   return probabilities;
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Tensor> mask,
-                                   std::optional<Tensor> bias, bool causal, int64_t window_left,
-                                   int64_t window_right, std::optional<Tensor> first,
-                                   std::optional<Tensor> end, std::optional<Tensor> sink,
-                                   std::optional<double> sink_value, ScalarType dtype,
-                                   bool return_lse, double dropout, std::optional<Tensor> seed) {
+std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, double softcap,
+                                   std::optional<Tensor> mask, std::optional<Tensor> bias,
+                                   bool causal, int64_t window_left, int64_t window_right,
+                                   std::optional<Tensor> first, std::optional<Tensor> end,
+                                   std::optional<Tensor> sink, std::optional<double> sink_value,
+                                   ScalarType dtype, bool return_lse, double dropout,
+                                   std::optional<Tensor> seed) {
   check(scores.dim() >= 1, "scores must have at least one dimension");
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   scores = with_aligned_storage(scores);
@@ -53,6 +54,7 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, std::optional<Te
     params.bias = strided(*bias, scores, "bias");
     params.bias.type = dtype_of(bias->scalar_type(), "bias");
   }
+  params.softcap = Softcap(softcap, scale);
   params.sink = sink_of(sink, sink_value, scores);
   params.window = window_of(causal, window_left, window_right);
   params.visible = visible_of(first, end, scores);
@@ -85,11 +87,11 @@ Tensor sum_of_parts(const Tensor& parts, int64_t splits, const Tensor& bias) {
   return in_type(sum, bias.scalar_type());
 }
 
-// With dropout `probabilities` are scores, and kernels compute the probabilities again. Without
-// dropout only shape and type of the bias matter.
+// With dropout or a softcap `probabilities` are scores, and kernels compute the probabilities
+// again. Else only shape and type of the bias matter.
 std::tuple<Tensor, Tensor, Tensor> backward_of(
     Tensor gradient, Tensor probabilities, const std::optional<Tensor>& lse_gradient,
-    const std::optional<Tensor>& lse, double scale, std::optional<Tensor> mask,
+    const std::optional<Tensor>& lse, double scale, double softcap, std::optional<Tensor> mask,
     const std::optional<Tensor>& bias, bool causal, int64_t window_left, int64_t window_right,
     const std::optional<Tensor>& first, const std::optional<Tensor>& end,
     const std::optional<Tensor>& sink, std::optional<double> sink_value, ScalarType dtype,
@@ -118,16 +120,17 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
     lse_gradient_rows = float_rows(*lse_gradient);
     params.log_sum_exp_gradient = static_cast<const float*>(lse_gradient_rows.data_ptr());
   }
-  if (sink_gradient || dropout.is_given()) {
+  params.dropout = dropout;
+  params.softcap = Softcap(softcap, scale);
+  if (sink_gradient || params.has_scores()) {
     check(lse.has_value(), "the sink's gradient needs lse");
     lse_rows = float_rows(*lse);
     params.log_sum_exp = static_cast<const float*>(lse_rows.data_ptr());
   }
   if (sink_gradient) params.sink_gradient = static_cast<float*>(sink_rows.data_ptr());
-  params.dropout = dropout;
   if (mask) params.mask = strided_mask(*mask, probabilities);
   Tensor read_bias;
-  if (dropout.is_given() && bias) {
+  if (params.has_scores() && bias) {
     const bool is_wide = params.probabilities.type == DType::kFloat32;
     read_bias = is_wide ? in_type(*bias, ScalarType::Float) : *bias;
     if (has_scattered_rows(read_bias)) read_bias = with_contiguous_rows(read_bias, 1);
@@ -169,6 +172,12 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
   const auto workspace = set_workspace(launch, probabilities);
   check_cuda(softmax_backward(launch, stream), "softmax_backward");
   if (bias_gradient) bias_parts = sum_of_parts(bias_parts, launch.params.splits, *bias);
+  if (bias_gradient && params.softcap.is_given()) {  // that of the scores is not complete
+    params.has_bias_gradient = false;
+    SoftmaxBackwardLaunch again = plan_softmax_backward(params, stream);
+    const auto its_workspace = set_workspace(again, probabilities);
+    check_cuda(softmax_backward(again, stream), "softmax_backward");
+  }
   return {std::move(scores_gradient), std::move(bias_parts), std::move(sink_rows)};
 }
 
@@ -181,26 +190,28 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   check(gradient.scalar_type() == probabilities.scalar_type(),
         "gradient must have the type of probabilities");
   const torch::stable::accelerator::DeviceGuard guard(probabilities.get_device_index());
-  return backward_of(gradient, probabilities, lse_gradient, lse, scale, std::nullopt, bias, causal,
-                     window_left, window_right, first, end, sink, sink_value, dtype, bias_gradient,
-                     sink_gradient, Dropout{});
+  return backward_of(gradient, probabilities, lse_gradient, lse, scale, 0, std::nullopt, bias,
+                     causal, window_left, window_right, first, end, sink, sink_value, dtype,
+                     bias_gradient, sink_gradient, Dropout{});
 }
 
 std::tuple<Tensor, Tensor, Tensor> dropout_backward(
     Tensor gradient, Tensor scores, std::optional<Tensor> lse_gradient, Tensor lse, double scale,
-    std::optional<Tensor> mask, std::optional<Tensor> bias, bool causal, int64_t window_left,
-    int64_t window_right, std::optional<Tensor> first, std::optional<Tensor> end,
-    std::optional<Tensor> sink, std::optional<double> sink_value, ScalarType dtype,
-    bool bias_gradient, bool sink_gradient, double dropout, Tensor seed) {
+    double softcap, std::optional<Tensor> mask, std::optional<Tensor> bias, bool causal,
+    int64_t window_left, int64_t window_right, std::optional<Tensor> first,
+    std::optional<Tensor> end, std::optional<Tensor> sink, std::optional<double> sink_value,
+    ScalarType dtype, bool bias_gradient, bool sink_gradient, double dropout,
+    std::optional<Tensor> seed) {
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
-  const Dropout dropped = dropout_of(dropout, seed, scores);
+  const Dropout dropped =
+      dropout > 0 || softcap == 0 ? dropout_of(dropout, seed, scores) : Dropout{};
   // Kernels read gradients and scores of one type.
   if (gradient.scalar_type() != scores.scalar_type()) {
     gradient = in_type(gradient, ScalarType::Float);
     scores = in_type(scores, ScalarType::Float);
   }
-  return backward_of(gradient, scores, lse_gradient, lse, scale, mask, bias, causal, window_left,
-                     window_right, first, end, sink, sink_value, dtype, bias_gradient,
+  return backward_of(gradient, scores, lse_gradient, lse, scale, softcap, mask, bias, causal,
+                     window_left, window_right, first, end, sink, sink_value, dtype, bias_gradient,
                      sink_gradient, dropped);
 }
 

@@ -12,8 +12,8 @@ namespace megasoftmax {
 namespace {
 
 // Replaces tensors that kernels cannot read as they lie.
-void set_logits(TopkParams& params, Tensor& logits, double scale, std::optional<Tensor>& mask,
-                const std::optional<Tensor>& bias) {
+void set_logits(TopkParams& params, Tensor& logits, double scale, double softcap,
+                std::optional<Tensor>& mask, const std::optional<Tensor>& bias) {
   check(logits.dim() >= 1, "logits must have at least one dimension");
   logits = with_aligned_storage(logits);
   params.shape = shape_of(logits);
@@ -27,6 +27,7 @@ void set_logits(TopkParams& params, Tensor& logits, double scale, std::optional<
     params.bias.type = dtype_of(bias->scalar_type(), "bias");
   }
   params.scale = static_cast<float>(scale);
+  params.softcap = Softcap(softcap, scale);
 }
 
 void check_k(int64_t k, int64_t columns) {
@@ -34,12 +35,12 @@ void check_k(int64_t k, int64_t columns) {
         " and at most the number of logits of a row");
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scale,
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scale, double softcap,
                                            std::optional<Tensor> mask, std::optional<Tensor> bias,
                                            bool renormalize, ScalarType dtype, bool candidates) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   TopkForwardParams params;
-  set_logits(params, logits, scale, mask, bias);
+  set_logits(params, logits, scale, softcap, mask, bias);
   check_k(k, params.shape.columns);
   std::vector<int64_t> sizes = row_sizes(logits), statistics_sizes = sizes;
   sizes.push_back(k);
@@ -64,11 +65,11 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scal
 
 Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
                 std::optional<Tensor> lse_gradient, Tensor logits, Tensor statistics, double scale,
-                std::optional<Tensor> mask, std::optional<Tensor> bias, bool renormalize,
-                double factor, ScalarType dtype) {
+                double softcap, std::optional<Tensor> mask, std::optional<Tensor> bias,
+                bool renormalize, bool of_bias, ScalarType dtype) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   TopkBackwardParams params;
-  set_logits(params, logits, scale, mask, bias);
+  set_logits(params, logits, scale, softcap, mask, bias);
   check(probabilities.dim() == logits.dim(), "probabilities must be [..., k]");
   const int64_t k = probabilities.size(probabilities.dim() - 1);
   check(k >= 0 && k <= kMaxK, "probabilities: k must be from 0 to ", kMaxK);
@@ -99,7 +100,7 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
   params.indices = static_cast<int64_t*>(columns.data_ptr());
   params.statistics = static_cast<float*>(row_statistics.data_ptr());
   params.gradient = gradients.data_ptr();
-  params.factor = static_cast<float>(factor);
+  params.of_bias = of_bias;
   params.logits_gradient = logits_gradient.data_ptr();
   params.logits_gradient_type = result_dtype_of(dtype, params.scores.type);
   check_cuda(topk_backward(plan_softmax_topk_backward(params), current_stream(logits)),

@@ -76,12 +76,24 @@ struct SinkLogit {
   __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
 };
 
+// With it softcap * tanh(scale * score / softcap) takes the place of scale * score.
+struct Softcap {
+  float cap = 0;    // 0: none
+  float inner = 0;  // scale / softcap
+
+  Softcap() = default;
+  Softcap(double cap, double scale)
+      : cap(static_cast<float>(cap)), inner(cap > 0 ? static_cast<float>(scale / cap) : 0.f) {}
+  __host__ __device__ bool is_given() const { return cap > 0; }
+};
+
 // How scores become logits, besides the bias, and what joins their softmax.
 struct LogitOptions {
   float scale = 1;
+  Softcap softcap;
   SinkLogit sink;
 
-  bool have_only_scale() const { return !sink.is_given; }
+  bool have_only_scale() const { return !sink.is_given && !softcap.is_given(); }
   bool differ_by_head() const { return sink.data != nullptr && sink.stride != 0; }
 };
 

@@ -159,6 +159,13 @@ double Reader::number(PyObject* object) {
   return value;
 }
 
+double Reader::softcap(PyObject* object, double scale, double most) {
+  const double value = object == Py_None ? 0 : number(object), inner = std::abs(scale) / value;
+  decline_unless(value == 0 || (value >= bound.tiniest_scale && value <= most &&
+                                inner >= bound.tiniest_scale && inner <= bound.largest_scale));
+  return value;
+}
+
 bool Reader::flag(PyObject* object) {
   decline_unless(object == Py_True || object == Py_False);
   return object == Py_True;

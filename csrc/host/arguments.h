@@ -77,6 +77,8 @@ class Reader {
   // A bias of rows: it broadcasts to the scores.
   std::optional<Tensor> bias_of_rows(PyObject* object, const Tensor& scores);
   double number(PyObject* object);
+  // None or 0: 0. Else a number up to `most` whose quotient of the scale kernels take too.
+  double softcap(PyObject* object, double scale, double most);
   // An integer from 0 on.
   int64_t count(PyObject* object);
   bool flag(PyObject* object);

@@ -26,7 +26,7 @@ using torch::autograd::variable_list;
 // What is not differentiated.
 struct AttentionOptions {
   std::optional<Tensor> mask;
-  double scale;
+  double scale, softcap;
   bool is_causal;
   WindowLimits window;
   std::optional<double> sink_value;
@@ -50,27 +50,13 @@ std::pair<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const 
                                   const std::optional<Tensor>& bias,
                                   const std::optional<Tensor>& sink,
                                   const AttentionOptions& options) {
-  const auto& [mask, scale, is_causal, window, sink_value, is_relative, visible, dropout, seed,
-               is_transposed] = options;
-  const Stack results = run(kAttentionForward, {query,
-                                                key,
-                                                value,
-                                                bias,
-                                                mask,
-                                                scale,
-                                                is_causal,
-                                                window.left,
-                                                window.right,
-                                                sink,
-                                                sink_value,
-                                                is_relative,
-                                                visible.first,
-                                                visible.end,
-                                                {},
-                                                1,
-                                                dropout,
-                                                seed,
-                                                false});  // of 16 bits alone, see fit
+  const auto& [mask, scale, softcap, is_causal, window, sink_value, is_relative, visible, dropout,
+               seed, is_transposed] = options;
+  const Stack results = run(
+      kAttentionForward, {query,       key,           value,       bias,         mask, scale,
+                          softcap,     is_causal,     window.left, window.right, sink, sink_value,
+                          is_relative, visible.first, visible.end, {},           1,    dropout,
+                          seed,        false});  // of 16 bits alone, see fit
   Tensor output = results[0].toTensor();
   if (is_transposed) transpose(output);
   return {output, results[1].toTensor()};
@@ -96,7 +82,7 @@ struct Attention : torch::autograd::Function<Attention> {
         {options.scale, options.is_causal, options.window.left, options.window.right,
          options.sink_value, options.is_relative, options.dropout, query.requires_grad(),
          key.requires_grad(), value.requires_grad(), wants_gradient(bias), wants_gradient(sink),
-         options.is_transposed});
+         options.is_transposed, options.softcap});
     return {output, statistics};
   }
 
@@ -122,6 +108,7 @@ struct Attention : torch::autograd::Function<Attention> {
                                           argument(kBias),
                                           argument(kMask),
                                           scale,
+                                          given[13],
                                           is_causal,
                                           left,
                                           right,
@@ -209,8 +196,8 @@ struct AttentionCall {
 };
 
 std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed) {
-  const auto [query_, key_, value_, bias_, mask_, scale_, causal_, window_, visible_, sink_,
-              dropout_, seed_, return_lse_, fused_] =
+  const auto [query_, key_, value_, bias_, mask_, scale_, softcap_, causal_, window_, visible_,
+              sink_, dropout_, seed_, return_lse_, fused_] =
       *reinterpret_cast<PyObject* const(*)[kAttentionArguments]>(arguments);
   Reader reader;
   Tensor query = reader.first_tensor(query_);
@@ -244,6 +231,7 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
   std::optional<Tensor> bias = options.is_relative ? reader.table(bias_) : reader.floating(bias_);
   options.mask = reader.mask(mask_, target);
   options.scale = scale_ == Py_None ? std::pow(query.size(3), -0.5) : reader.number(scale_);
+  options.softcap = reader.softcap(softcap_, options.scale, kMaxScale);
   options.is_causal = reader.flag(causal_);
   options.window = reader.window(window_);
   options.visible = reader.visible(visible_, target.slice(0, target.size() - 1));

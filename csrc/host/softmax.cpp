@@ -1,4 +1,4 @@
-// softmax over the last dimension, without dropout. Its rules of autograd are those of
+// softmax over the last dimension, without dropout and softcap. Its rules of autograd are those of
 // megasoftmax/autograd/softmax.py.
 
 #include <ATen/autocast_mode.h>
@@ -38,6 +38,7 @@ variable_list forward(const Tensor& scores, const std::optional<Tensor>& bias,
     return {run(kSoftmaxForwardAlone, {scores, scale, mask, is_causal, dtype})[0].toTensor()};
   const Stack results = run(kSoftmaxForward, {scores,
                                               scale,
+                                              0.0,
                                               mask,
                                               bias,
                                               is_causal,
@@ -123,8 +124,8 @@ struct Softmax : torch::autograd::Function<Softmax> {
 }  // namespace
 
 PyObject* softmax(PyObject* const* arguments) {
-  const auto [scores_, scale_, mask_, bias_, causal_, window_, visible_, sink_, dropout_, seed_,
-              dtype_, return_lse_, dim_, fused_] =
+  const auto [scores_, scale_, softcap_, mask_, bias_, causal_, window_, visible_, sink_, dropout_,
+              seed_, dtype_, return_lse_, dim_, fused_] =
       *reinterpret_cast<PyObject* const(*)[kSoftmaxArguments]>(arguments);
   Reader reader;
   const Tensor scores = reader.first_tensor(scores_);
@@ -145,7 +146,7 @@ PyObject* softmax(PyObject* const* arguments) {
   options.dtype = reader.type_of_probabilities(dtype_, scores);
   reader.may_be_fused(fused_);
   reader.check_rows(scores, options.scale, options.is_causal || options.window.is_given);
-  reader.decline_unless(reader.number(dropout_) == 0 && seed_ == Py_None);
+  reader.decline_unless(softcap_ == Py_None && reader.number(dropout_) == 0 && seed_ == Py_None);
   const double dim = reader.number(dim_);
   reader.decline_unless(PyLong_CheckExact(dim_) && (dim == -1 || dim == rank - 1));
   const bool records = at::GradMode::is_enabled();
@@ -180,9 +181,9 @@ PyObject* softmax_of_module(PyObject* const* arguments) {
                   *const causal = PyTuple_GET_ITEM(options, 1),
                   *const window = PyTuple_GET_ITEM(options, 2),
                   *const dtype = PyTuple_GET_ITEM(options, 3);
-  PyObject* const all[kSoftmaxArguments] = {scores, scale,    mask,         Py_None,    causal,
-                                            window, Py_None,  Py_None,      no_dropout, Py_None,
-                                            dtype,  Py_False, last_of_four, Py_None};
+  PyObject* const all[kSoftmaxArguments] = {scores,  scale,  Py_None,  mask,         Py_None,
+                                            causal,  window, Py_None,  Py_None,      no_dropout,
+                                            Py_None, dtype,  Py_False, last_of_four, Py_None};
   return softmax(all);
 }
 

@@ -23,7 +23,7 @@ using torch::autograd::variable_list;
 // What is not differentiated.
 struct TopkOptions {
   int64_t k;
-  double scale;
+  double scale, softcap;
   std::optional<Tensor> mask, bias;
   bool renormalize;
   ScalarType dtype;
@@ -31,9 +31,9 @@ struct TopkOptions {
 
 // Probabilities, indices and statistics.
 variable_list forward(const Tensor& logits, const TopkOptions& options) {
-  const auto& [k, scale, mask, bias, renormalize, dtype] = options;
+  const auto& [k, scale, softcap, mask, bias, renormalize, dtype] = options;
   const Stack results =
-      run(kTopkForward, {logits, k, scale, mask, bias, renormalize, dtype, false});
+      run(kTopkForward, {logits, k, scale, softcap, mask, bias, renormalize, dtype, false});
   return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor()};
 }
 
@@ -44,8 +44,8 @@ struct Topk : torch::autograd::Function<Topk> {
     context->set_materialize_grads(false);
     context->save_for_backward({results[0], results[1], results[2], logits,
                                 options.mask.value_or(Tensor()), options.bias.value_or(Tensor())});
-    context->saved_data["options"] =
-        c10::ivalue::Tuple::create({options.scale, options.renormalize, logits.scalar_type()});
+    context->saved_data["options"] = c10::ivalue::Tuple::create(
+        {options.scale, options.softcap, options.renormalize, logits.scalar_type()});
     return results;
   }
 
@@ -56,9 +56,9 @@ struct Topk : torch::autograd::Function<Topk> {
     const c10::IValue d_lse = gradients[2].defined() ? gradients[2].select(0, 2) : c10::IValue();
     const Stack results =
         run_backward(kTopkBackward,
-                     {gradient, saved[0], saved[1], d_lse, saved[3], saved[2], given[0],
-                      as_argument(saved[4]), as_argument(saved[5]), given[1], given[0], given[2]},
-                     11);
+                     {gradient, saved[0], saved[1], d_lse, saved[3], saved[2], given[0], given[1],
+                      as_argument(saved[4]), as_argument(saved[5]), given[2], false, given[3]},
+                     12);
     return {results[0].toTensor(), {}};
   }
 };
@@ -66,8 +66,8 @@ struct Topk : torch::autograd::Function<Topk> {
 }  // namespace
 
 PyObject* softmax_topk(PyObject* const* arguments) {
-  const auto [logits_, k_, scale_, mask_, bias_, renormalize_, dtype_, return_lse_, group_,
-              fused_] = *reinterpret_cast<PyObject* const(*)[kTopkArguments]>(arguments);
+  const auto [logits_, k_, scale_, softcap_, mask_, bias_, renormalize_, dtype_, return_lse_,
+              group_, fused_] = *reinterpret_cast<PyObject* const(*)[kTopkArguments]>(arguments);
   Reader reader;
   const Tensor logits = reader.first_tensor(logits_);
   if (reader.has_declined() || !admission_of(logits.device()).is_given || is_transformed())
@@ -75,6 +75,7 @@ PyObject* softmax_topk(PyObject* const* arguments) {
   TopkOptions options;
   options.k = reader.count(k_);
   options.scale = reader.number(scale_);
+  options.softcap = reader.softcap(softcap_, options.scale, package().largest_scale);
   options.mask = reader.mask(mask_, logits.sizes());
   options.bias = reader.bias_of_rows(bias_, logits);
   options.renormalize = reader.flag(renormalize_);

@@ -24,17 +24,6 @@ __device__ inline void clear_outside(Pack<T>& probabilities, int column, const B
   probabilities.template fill_outside<0>(bounds.begin - column, bounds.end - column);
 }
 
-// sum(g * p) of a vector; clears g where p is 0.
-template <class T, int kElements>
-__device__ inline float dot(Pack<T, kElements>& g, const Pack<T, kElements>& p) {
-  g.clear_where_zero(p);
-  float products[kElements / 2];
-#pragma unroll
-  for (int j = 0; j < kElements / 2; ++j)
-    products[j] = fmaf(p[2 * j], g[2 * j], p[2 * j + 1] * g[2 * j + 1]);
-  return reduce_pairwise(products, [](float a, float b) { return a + b; });
-}
-
 // dz of an element, whose g is 0 where p is and still lacks its factor. D that is not finite must
 // not meet those.
 __device__ inline float logit_gradient(float g, float p, float factor, float d, bool is_finite) {
@@ -58,7 +47,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
   constexpr int kGroup = std::min(kShape.threads_per_row, 32) * kElements;
   using Biases = BiasGradientOf<kShape, kElements>;
   using Grid = typename Inputs::Entries::template Grid<kElements>;
-  constexpr bool kIsPair = Inputs::kDrops && !Biases::kPresent && kShape.may_hold_pairs();
+  constexpr bool kIsPair = Inputs::kMakes && !Biases::kPresent && kShape.may_hold_pairs();
   constexpr bool kIsWindowed = rows_of_shape(kBackwardRegimes, kKernel) == kWindowed;
   ZeroBlock zeros;
   if constexpr (kIsWindowed) zeros = ZeroBlock::make<kShape.threads()>();
@@ -107,17 +96,18 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
         zeros.fill(from, to, owner.thread(), kShape.threads_per_row);
       });
     }
-    if constexpr (Inputs::kDrops) {
-      const Inputs inputs(params, index, bounds, grid);
-      inputs.template make<kShape.threads_per_row, kIsPair>(extent, g, p);
-    }
     float mine = 0.f;
+    if constexpr (Inputs::kMakes) {
+      const Inputs inputs(params, index, bounds, grid);
+      mine = inputs.template make<kShape.threads_per_row, kIsPair, !Biases::kPresent>(extent, g, p);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (first + i * kStride >= end) continue;
-      if (!extent.inside.contains(first + i * kStride, kGroup))
-        clear_outside(p[i], column + i * kStride, bounds);
-      mine += dot(g[i], p[i]);
+      for (int i = 0; i < kVectors; ++i) {
+        if (first + i * kStride >= end) continue;
+        if (!extent.inside.contains(first + i * kStride, kGroup))
+          clear_outside(p[i], column + i * kStride, bounds);
+        mine += dot(g[i], p[i]);
+      }
     }
     const float factor = Inputs::factor(params);
     const float d = finish_dot(params, row, index.head, owner.sum(mine) * factor,
@@ -220,18 +210,22 @@ __device__ __forceinline__ void backward_in_segments(const BackwardParams& param
     of.probabilities.template start_copies<kStride, kVectors>(inside, column,
                                                               kept(place) + kWarpTileVectors, 32);
   };
+  // Returns the sum of their products.
   const auto make_inputs = [&](const Taken& of, const Inputs& inputs, int first, Pack<T>* packs) {
-    if constexpr (Inputs::kDrops) {
+    float sum = 0.f;
+    if constexpr (Inputs::kMakes) {
       Pack<T> g[kVectors], p[kVectors];
       load_kept(packs, g);
       load_kept(packs + kWarpTileVectors, p);
-      inputs.template make<32, false>({first, of.part.bounds.end, {}}, g, p);
+      sum =
+          inputs.template make<32, false, !Biases::kPresent>({first, of.part.bounds.end, {}}, g, p);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         packs[i * 32] = g[i];
         packs[kWarpTileVectors + i * 32] = p[i];
       }
     }
+    return sum;
   };
   const auto inputs_of = [&](const Taken& of) {
     return Inputs(params, of.row.index, of.part.bounds, of.row.grid);
@@ -240,7 +234,11 @@ __device__ __forceinline__ void backward_in_segments(const BackwardParams& param
                             float& before) {
     const int first = first_of(of, tile);
     Pack<T>* const packs = kept(place);
-    make_inputs(of, inputs, first, packs);
+    if constexpr (Inputs::kMakes) {
+      const float sum = make_inputs(of, inputs, first, packs);
+      before = warp_sum<32>(before);
+      return MaxAndSum{0.f, sum};
+    }
     if (!are_inside(of, first)) {
 #pragma unroll 1
       for (int i = 0; i < kVectors; ++i) {

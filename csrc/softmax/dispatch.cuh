@@ -133,7 +133,7 @@ cudaError_t softmax_forward_instance(const ForwardParams& params, const Plan& pl
 template <class T>
 cudaError_t softmax_dropout_forward_instance(const ForwardParams& params, const Plan& plan,
                                              cudaStream_t stream) {
-  if (params.bias.data != nullptr)
+  if (params.takes_bias_instance())
     return launch_forward_with_bias<T, Dropped<PossibleMask>>(params, plan, stream);
   return params.mask.data != nullptr
              ? launch_forward<T, Dropped<BoolMask>, NoBias>(params, plan, stream)
@@ -147,7 +147,7 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
     using T = typename Inputs::Element;
     using Biases = BiasGradientOf<kShape.kernel(), kPackElements<T>>;
     constexpr unsigned kPossible =
-        Inputs::kDrops ? (Biases::kPresent ? kDroppedBiasGradient : kDropped)
+        Inputs::kMakes ? (Biases::kPresent ? kDroppedBiasGradient : kDropped)
                        : (Biases::kPresent ? kBiasGradient
                                            : kUnmasked | kRagged | kLimited | kWindowed | kTiny |
                                                  kContiguous | kContiguousRagged);

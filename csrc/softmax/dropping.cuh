@@ -87,7 +87,8 @@ class KeptEntries {
 
   template <class Params>
   __device__ KeptEntries(const Params& params, const RowIndex& index)
-      : seed_(uniform(static_cast<uint64_t>(__ldg(params.dropout.seed)))),
+      : seed_(params.dropout.is_given() ? uniform(static_cast<uint64_t>(__ldg(params.dropout.seed)))
+                                        : 0),
         complement_((kDropoutSteps - params.dropout.threshold) * 0x10001),
         head_(
             static_cast<uint32_t>(index.batch * static_cast<int>(params.shape.heads) + index.head)),
@@ -111,6 +112,12 @@ class KeptEntries {
     static_assert(kCalls % 2 == 0 && (kIsPair || kElements * kVectors <= 32));
     constexpr int kColumnsOfTwoCalls = kLanes * (kIsPair ? 16 : 8);
 
+    KeptBits<kElements * kVectors> kept = {};
+    if (complement_ == kDropoutSteps * 0x10001) {  // nothing is dropped
+#pragma unroll
+      for (uint32_t& word : kept.words) word = ~0u;
+      return kept;
+    }
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int first_block =
         static_cast<int>(static_cast<unsigned>(first + kDropoutColumns - 1) / kDropoutColumns);
@@ -135,7 +142,6 @@ class KeptEntries {
     };
     const auto two_calls = [&](int number) { return call(number) | call(number + 1); };
 
-    KeptBits<kElements * kVectors> kept = {};
 #pragma unroll
     for (int number = 0; number < kCalls; number += 2) {
       if (number / 2 * kColumnsOfTwoCalls < columns)

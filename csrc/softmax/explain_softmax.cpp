@@ -23,6 +23,7 @@ Params params_of(const NamedIntegers& call) {
   params.window = {call["left"], call["right"]};
   static const int64_t seed = 0;
   if (call["has_dropout"] != 0) params.dropout.seed = &seed;
+  if (call["has_softcap"] != 0) params.softcap = Softcap(1, 1);
   return params;
 }
 

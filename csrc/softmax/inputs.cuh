@@ -1,17 +1,28 @@
 #pragma once
-// What the backward pass of a row begins with: incoming gradients and probabilities. Without
-// dropout both are read. With dropout scores are read and probabilities computed again, and
-// gradients of dropped entries are cleared.
+// What the backward pass of a row begins with: incoming gradients and probabilities. Both are read,
+// or with dropout or a softcap scores are read and probabilities computed again. Gradients of
+// dropped entries are cleared.
 
 #include "dropping.cuh"
 #include "logits.cuh"
 
 namespace megasoftmax {
 
+// sum(g * p) of a vector; clears g where p is 0.
+template <class T, int kElements>
+__device__ inline float dot(Pack<T, kElements>& g, const Pack<T, kElements>& p) {
+  g.clear_where_zero(p);
+  float products[kElements / 2];
+#pragma unroll
+  for (int j = 0; j < kElements / 2; ++j)
+    products[j] = fmaf(p[2 * j], g[2 * j], p[2 * j + 1] * g[2 * j + 1]);
+  return reduce_pairwise(products, [](float a, float b) { return a + b; });
+}
+
 template <class T>
 struct ProbabilitiesRead {
   using Element = T;
-  static constexpr bool kDrops = false;
+  static constexpr bool kMakes = false;
   using Entries = AllEntries;
   static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
   // What gradients are multiplied by.
@@ -21,11 +32,11 @@ struct ProbabilitiesRead {
                                VectorGrid<kPackElements<T>>) {}
 };
 
-// p = exp(scale * scores + bias - lse), rounded to T, as probabilities that are read.
+// p = exp(z - lse), rounded to T, as probabilities that are read.
 template <class T, class Mask, class Bias>
 struct ProbabilitiesMadeAgain {
   using Element = T;
-  static constexpr bool kDrops = true;
+  static constexpr bool kMakes = true;
   using Entries = KeptEntries;
   static constexpr int kElements = kPackElements<T>;
   static constexpr int blocks_per_sm(int of_regime) {
@@ -48,26 +59,39 @@ struct ProbabilitiesMadeAgain {
         log_sum_exp(params.log_sum_exp[index.row(params.shape)]) {}
 
   // Makes probabilities of scores, 0 outside the bounds, and clears gradients that are dropped.
-  // Vectors as in Logits::of, of kLanes lanes in turn.
-  template <int kLanes, bool kIsPair, int kVectors>
-  __device__ void make(const Extent& extent, Pack<T> (&gradients)[kVectors],
-                       Pack<T> (&scores)[kVectors]) const {
+  // Returns the sum of their products. With kOfScores probabilities are then multiplied by the
+  // softcap's part of the derivative of logits by scores. Vectors as in Logits::of, of kLanes lanes
+  // in turn.
+  template <int kLanes, bool kIsPair, bool kOfScores, int kVectors>
+  __device__ float make(const Extent& extent, Pack<T> (&gradients)[kVectors],
+                        Pack<T> (&scores)[kVectors]) const {
     constexpr int kStride = kLanes * kElements;
     const int first = extent.first_column, end = extent.end;
     const int column = first + static_cast<int>(threadIdx.x % kLanes) * kElements;
     const auto kept = entries.template of_tile<kLanes, kIsPair, kElements, kVectors>(first, end);
+    float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int begin = first + i * kStride, at = column + i * kStride;
-      float p[1][kElements] = {};
-      if (begin < end) {
-        Pack<T> raw[1] = {scores[i]};
-        logits.template of<kStride, false>(params, begin, extent, at, raw, p);
-        to_probabilities(at, p[0]);
+      if (begin >= end) {
+        scores[i] = {};
+        continue;
       }
+      float p[1][kElements];
+      Pack<T> raw[1] = {scores[i]};
+      logits.template of<kStride, false>(params, begin, extent, at, raw, p);
+      to_probabilities(at, p[0]);
       scores[i] = Pack<T>::round(p[0]);
       kept.drop(i, gradients[i]);
+      sum += dot(gradients[i], scores[i]);
+      if (!kOfScores || !params.softcap.is_given()) continue;
+      float slopes[kElements];
+      find_slopes(raw[0], params.softcap, slopes);
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) slopes[j] *= p[0][j];
+      scores[i] = Pack<T>::round(slopes);
     }
+    return sum;
   }
 
  private:

@@ -100,6 +100,7 @@ void prepare_limits(Params& params) {
 
 // Both functions set the members of `params` that are said to be prepared.
 inline void prepare(ForwardParams& params) {
+  if (params.bias.data == nullptr) params.bias.type = params.scores.type;
   params.rows = params.shape.rows();
   params.is_contiguous = is_contiguous(params.scores, params.shape);
   prepare_limits(params);
@@ -107,6 +108,7 @@ inline void prepare(ForwardParams& params) {
 }
 
 inline void prepare(BackwardParams& params) {
+  if (params.bias.data == nullptr) params.bias.type = params.probabilities.type;
   params.is_contiguous = is_contiguous(params.gradient, params.shape) &&
                          is_contiguous(params.probabilities, params.shape);
   prepare_limits(params);

@@ -3,13 +3,33 @@
 // replaces the probabilities of a row that has none.
 
 #include "../common/reduce.cuh"
+#include "../common/softcap.cuh"
 #include "denominator.cuh"
 #include "row_vectors.cuh"
 
 namespace megasoftmax {
 
+// With a softcap scores become their tanh. Returns the factor that makes logits of them.
+template <class T, int kElements>
+__device__ inline float factor_of_capped(const LogitOptions& options, float (&scores)[kElements]) {
+  if (!options.softcap.is_given()) return options.scale;
+  cap_scores<T, false>(scores, options.softcap);
+  return options.softcap.cap;
+}
+
+// The part that a softcap has in the derivative of logits by these scores.
+template <class T, int kElements>
+__device__ inline void find_slopes(const Pack<T, kElements>& scores, const Softcap& softcap,
+                                   float (&slopes)[kElements]) {
+#pragma unroll
+  for (int j = 0; j < kElements; ++j) slopes[j] = scores[j];
+  cap_scores<T, false>(slopes, softcap);
+#pragma unroll
+  for (int j = 0; j < kElements; ++j) slopes[j] = slope_of_tanh(slopes[j]);
+}
+
 // Makes logits of raw scores. Without a bias they are divided by |scale|, which exponent_of folds
-// into exp2.
+// into exp2. With a softcap rows take the instances of a bias, which may be absent there.
 template <class T, class Mask, class Bias>
 struct Logits {
   static constexpr int kElements = kPackElements<T>;
@@ -44,16 +64,21 @@ struct Logits {
       [[maybe_unused]] MaskBytes<kElements> excluded[kVectors];
       if constexpr (Mask::kPresent)
         mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
-      Pack<typename Bias::Element, kElements> added[kVectors];
-      const RowReader<typename Bias::Element, kElements, false> bias(
-          params.bias, false, 0, index, grid, bounds, static_cast<int>(params.shape.columns));
-      bias.template load<kStride>(column, added);
+      Pack<typename Bias::Element, kElements> added[kVectors] = {};
+      if (params.bias.data != nullptr) {
+        const RowReader<typename Bias::Element, kElements, false> bias(
+            params.bias, false, 0, index, grid, bounds, static_cast<int>(params.shape.columns));
+        bias.template load<kStride>(column, added);
+      }
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!kInside && first + i * kStride >= extent.end) continue;
 #pragma unroll
+        for (int j = 0; j < kElements; ++j) z[i][j] = raw[i][j];
+        const float factor = factor_of_capped<T>(params, z[i]);
+#pragma unroll
         for (int j = 0; j < kElements; ++j) {
-          z[i][j] = fmaf(raw[i][j], params.scale, added[i][j]);
+          z[i][j] = fmaf(z[i][j], factor, added[i][j]);
           if constexpr (Mask::kPresent) z[i][j] = excluded[i].is_set(j) ? -INFINITY : z[i][j];
         }
         const int at = column + i * kStride;

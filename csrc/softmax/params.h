@@ -58,12 +58,14 @@ struct ForwardParams : LogitOptions {
   Window window;
   VisibleRanges visible;
   Dropout dropout;
+  // Instances of a bias take a softcap too, and then the bias may be absent.
+  bool takes_bias_instance() const { return bias.data != nullptr || softcap.is_given(); }
 
   void* probabilities = nullptr;  // contiguous, 16-byte aligned
   DType probabilities_type = DType::kFloat32;
   float* log_sum_exp = nullptr;  // [rows], or null
 
-  // Set by `prepare`.
+  // Set by `prepare`, which also gives an absent bias the type of the scores.
   int64_t rows = 0;
   bool is_limited = false;     // by window or ranges
   bool can_exclude = false;    // a row without visible entries is 0, not NaN
@@ -72,15 +74,19 @@ struct ForwardParams : LogitOptions {
 
 struct BackwardParams : LogitOptions {
   Shape shape;
-  // Both have one type. With dropout `probabilities` are scores, and the probabilities are computed
-  // again with mask, bias and log-sum-exp, which are not read otherwise.
+  // Both have one type. With dropout or a softcap `probabilities` are scores, and the probabilities
+  // are computed again with mask, bias and log-sum-exp, which are not read otherwise. With a
+  // softcap and a gradient of the bias, that of the scores is not complete: another launch computes
+  // it.
   Strided gradient, probabilities;
   Strided mask, bias;
   const float* log_sum_exp_gradient = nullptr;  // [rows], or null
-  const float* log_sum_exp = nullptr;           // [rows], read for sink_gradient and with dropout
+  const float* log_sum_exp = nullptr;           // [rows], read for sink_gradient and with scores
   Window window;
   VisibleRanges visible;
   Dropout dropout;
+  bool has_scores() const { return dropout.is_given() || softcap.is_given(); }
+  bool takes_bias_instance() const { return bias.data != nullptr || softcap.is_given(); }
 
   void* scores_gradient = nullptr;  // contiguous, 16-byte aligned
   DType scores_gradient_type = DType::kFloat32;

@@ -42,13 +42,13 @@ inline int64_t visible_columns(const Shape& shape, const Window& window) {
 }
 
 // The most vectors that a row can need.
-inline int64_t vectors_of_rows(const Shape& shape, const Window& window, const Dropout& dropout,
+inline int64_t vectors_of_rows(const Shape& shape, const Window& window, bool may_drop,
                                int pack_elements) {
   const int64_t visible = visible_columns(shape, window);
   // The first vector begins at a cache line. With dropout it begins at a block of columns, of the
   // earlier row of a pair.
-  const int64_t before = dropout.is_given() ? kDropoutColumns - 1 + kDropoutRowDistance
-                                            : int64_t{kLineVectors - 1} * pack_elements;
+  const int64_t before = may_drop ? kDropoutColumns - 1 + kDropoutRowDistance
+                                  : int64_t{kLineVectors - 1} * pack_elements;
   return max_visible_vectors(shape.columns, std::min(visible + before, shape.columns),
                              pack_elements);
 }
@@ -171,11 +171,12 @@ inline Plan plan_forward(const ForwardParams& params, const Device& device, int 
   plan.owners = params.shape;
   plan.queries_per_tile = queries_per_tile(params);
   plan.vector_bytes = pack_bytes;
-  plan.vectors = vectors_of_rows(params.shape, params.window, params.dropout, pack_elements);
+  plan.vectors =
+      vectors_of_rows(params.shape, params.window, params.dropout.is_given(), pack_elements);
   plan.kind = params.dropout.is_given()
                   ? kDropped
                   : kind_of_rows(params, plan.vectors, pack_elements, params.mask.data != nullptr,
-                                 params.bias.data != nullptr, kTinyVectors);
+                                 params.takes_bias_instance(), kTinyVectors);
   plan_rows(kForwardRegimes, plan, params.shape.columns / pack_elements, device, forced);
   return plan;
 }
@@ -190,10 +191,10 @@ inline Plan plan_backward(const BackwardParams& params, const Device& device, in
   if (params.has_bias_gradient) {
     // Registers hold the sums of a bias row, so each row of an owner begins at column 0.
     plan.vectors = divide_up<int64_t>(params.shape.columns, pack_elements);
-    plan.kind = params.dropout.is_given() ? kDroppedBiasGradient : kBiasGradient;
+    plan.kind = params.has_scores() ? kDroppedBiasGradient : kBiasGradient;
   } else {
-    plan.vectors = vectors_of_rows(params.shape, params.window, params.dropout, pack_elements);
-    plan.kind = params.dropout.is_given()
+    plan.vectors = vectors_of_rows(params.shape, params.window, params.has_scores(), pack_elements);
+    plan.kind = params.has_scores()
                     ? kDropped
                     : kind_of_rows(params, plan.vectors, pack_elements, false, false, kUnlimited);
   }

@@ -35,7 +35,7 @@ cudaError_t softmax_forward(const SoftmaxForwardLaunch& launch, cudaStream_t str
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   return with_dtype(params.scores.type, [&](auto tag) {
     using T = decltype(tag);
-    const bool is_biased = params.bias.data != nullptr, is_masked = params.mask.data != nullptr;
+    const bool is_biased = params.takes_bias_instance(), is_masked = params.mask.data != nullptr;
     const auto instance = params.dropout.is_given() ? softmax_dropout_forward_instance<T>
                           : is_biased && is_masked  ? softmax_masked_biased_forward_instance<T>
                           : is_biased               ? softmax_biased_forward_instance<T>
@@ -51,8 +51,8 @@ cudaError_t softmax_backward(const SoftmaxBackwardLaunch& launch, cudaStream_t s
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   return with_dtype(params.probabilities.type, [&](auto tag) {
     using T = decltype(tag);
-    const auto instance = !params.dropout.is_given() ? softmax_backward_instance<T>
-                          : params.bias.data != nullptr
+    const auto instance = !params.has_scores() ? softmax_backward_instance<T>
+                          : params.takes_bias_instance()
                               ? softmax_biased_dropout_backward_instance<T>
                               : softmax_dropout_backward_instance<T>;
     return instance(params, launch.plan, stream);

@@ -169,7 +169,9 @@ __global__ void __launch_bounds__(
     sum = fmaf(other.selected, other.gradient, sum);
   }
   sum = owner.sum(sum);
-  const float of_all = params.renormalize ? h : h - sum, weight = of_all * params.factor;
+  // The derivative of z by the logits, but for a softcap's part of it.
+  const float to_result = params.of_bias ? 1.f : params.scale;
+  const float of_all = params.renormalize ? h : h - sum, weight = of_all * to_result;
   const bool is_finite = fabsf(weight) < INFINITY;
 
   // Rows of one segment meet their entries in shared memory, and are written in whole sectors.
@@ -181,7 +183,8 @@ __global__ void __launch_bounds__(
   with_result_dtype<T>(params.logits_gradient_type, [&](auto tag) {
     using Out = decltype(tag);
     const RowWriter<Out, kElements> writer(params.logits_gradient, place.first_element, columns);
-    const auto weigh = [&](int column, float (&z)[kElements]) {
+    const bool is_bent = Bias::kPresent && params.softcap.is_given() && !params.of_bias;
+    const auto weigh = [&](int column, const Pack<T>& scores, float (&z)[kElements]) {
 #pragma unroll
       for (int j = 0; j < kElements; ++j) z[j] = probability(z[j], column + j);
       if (is_finite) {
@@ -191,9 +194,15 @@ __global__ void __launch_bounds__(
 #pragma unroll
         for (int j = 0; j < kElements; ++j) z[j] = z[j] == 0.f ? 0.f : z[j] * weight;
       }
+      if (is_bent) {
+        float slopes[kElements];
+        find_slopes(scores, params.softcap, slopes);
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) z[j] *= slopes[j];
+      }
     };
-    const auto write = [&](int column, float (&z)[kElements]) {
-      weigh(column, z);
+    const auto write = [&](int column, const Pack<T>& scores, float (&z)[kElements]) {
+      weigh(column, scores, z);
       writer.store(column, z);
     };
     const auto of_entry = [&](const TopkEntry& entry) {
@@ -201,7 +210,13 @@ __global__ void __launch_bounds__(
       float dz = entry.p == 0.f ? 0.f : entry.p * (of_all + of_selected);
       if (params.renormalize && entry.selected != 0.f)
         dz += entry.selected * (entry.gradient - sum);
-      return dz * params.factor;
+      dz *= to_result;
+      if (is_bent) {
+        float score[1] = {to_float(logits_row[entry.column * params.scores.column_stride])};
+        cap_scores<T, false>(score, params.softcap);
+        dz *= slope_of_tanh(score[0]);
+      }
+      return dz;
     };
     const auto for_entries = [&](auto&& put) {
       if (first_entry.column >= 0) put(first_entry.column, of_entry(first_entry));
@@ -227,7 +242,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
           for (int j = 0; j < kElements; ++j)
             z[j] = kIsContiguous ? raw[i][j] : read[i % kReads][j];
-          weigh(at + i * kStride, z);
+          weigh(at + i * kStride, raw[i], z);
         }
 #pragma unroll
         for (int j = 0; j < kElements; ++j) staged[i][threadIdx.x][j] = z[j];
@@ -266,7 +281,7 @@ __global__ void __launch_bounds__(
           float z[kElements];
 #pragma unroll
           for (int j = 0; j < kElements; ++j) z[j] = raw[i][j];
-          write(at + i * kStride, z);
+          write(at + i * kStride, raw[i], z);
         }
         if constexpr (kHasRing) start(segment + kTopkBackwardStages);
       } else {
@@ -274,7 +289,7 @@ __global__ void __launch_bounds__(
         logits.template of<kStride, false>(params, first, at, raw, z);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-          if (at + i * kStride < bounds.end && is_row) write(at + i * kStride, z[i]);
+          if (at + i * kStride < bounds.end && is_row) write(at + i * kStride, raw[i], z[i]);
         }
       }
     }

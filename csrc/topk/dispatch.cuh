@@ -13,7 +13,7 @@ namespace megasoftmax {
 template <class T, class Body>
 cudaError_t with_policies(const TopkParams& params, Body&& body) {
   const auto with_bias = [&]<class Mask>() {
-    if (params.bias.data == nullptr) return body.template operator()<Mask, NoBias>();
+    if (!params.takes_bias_instance()) return body.template operator()<Mask, NoBias>();
     if (params.bias.type == DType::kFloat32)
       return body.template operator()<Mask, AddedBias<float>>();
     return params.bias.type == params.scores.type ? body.template operator()<Mask, AddedBias<T>>()

@@ -15,6 +15,7 @@ Params params_of(const NamedIntegers& call) {
   params.scores = contiguous(1, call["rows"], call["columns"]);
   params.scores.type = call["element_bytes"] == 4 ? DType::kFloat32 : DType::kFloat16;
   if (call["is_masked"] != 0) params.mask.data = &params.mask;  // any address: nothing is read
+  if (call["has_softcap"] != 0) params.softcap = Softcap(1, 1);
   prepare(params);
   return params;
 }

@@ -17,13 +17,14 @@ struct TopkSchedule {
   Divider queries, heads;
 };
 
-// The logits are the scores of ForwardParams, which have a scale, a mask and a bias alone. There
-// are [rows, k] probabilities.
+// The logits are the scores of ForwardParams, which have a scale, a softcap, a mask and a bias
+// alone. There are [rows, k] probabilities.
 struct TopkParams : ForwardParams {
   int k = 0;                   // at most kMaxK
   bool renormalize = false;    // they sum to 1
   int64_t* indices = nullptr;  // [rows, k]
-  // [3, rows]: max z, over |scale| where there is no bias; log(sum exp(z - max z)); the log-sum-exp
+  // [3, rows]: max z, over |scale| where there is neither bias nor softcap; log(sum exp(z - max
+  // z)); the log-sum-exp
   float* statistics = nullptr;
 };
 
@@ -35,7 +36,7 @@ struct TopkForwardParams : TopkParams {
 struct TopkBackwardParams : TopkParams {
   const void* gradient = nullptr;               // of the probabilities, as they are
   const float* log_sum_exp_gradient = nullptr;  // [rows], or null
-  float factor = 1;                             // of the result
+  bool of_bias = false;                         // the gradient of z in place of that of the logits
   void* logits_gradient = nullptr;              // contiguous, 16-byte aligned
   DType logits_gradient_type = DType::kFloat32;
 };

@@ -14,7 +14,11 @@ __device__ inline float logit_at(const TopkParams& params, const RowIndex& index
   if constexpr (Bias::kPresent) {
     const auto* const bias =
         static_cast<const typename Bias::Element*>(params.bias.data) + index.offset_in(params.bias);
-    z = fmaf(z, params.scale, to_float(bias[column * params.bias.column_stride]));
+    float score[1] = {z};
+    const float factor = factor_of_capped<T>(params, score);
+    const float added =
+        params.bias.data == nullptr ? 0.f : to_float(bias[column * params.bias.column_stride]);
+    z = fmaf(score[0], factor, added);
   } else if (params.scale < 0) {
     z = -z;
   }

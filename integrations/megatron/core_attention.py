@@ -89,6 +89,8 @@ class MegasoftmaxCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         head_dim = config.kv_channels if k_channels is None else k_channels
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        # Of configurations that have it, such as NeMo's of Gemma 2.
+        self.softcap = getattr(config, "attn_logit_softcapping", None)
         # Scores that are written are divided by it, for float16, and the softmax multiplies by it.
         self.score_divisor = max(layer_number, 1) if config.apply_query_key_layer_scaling else 1
         has_window = is_layer_window_attention(
@@ -268,7 +270,9 @@ class MegasoftmaxCoreAttention(MegatronModule):
         query, key, value = as_autocast(query, key, value)
         queries, keys = len(query), len(key)
         batch = one_batch(query), one_batch(key), one_batch(value)
-        kept = AttentionOptions(scale=self.softmax_scale, dropout=self._dropout)
+        kept = AttentionOptions(
+            scale=self.softmax_scale, softcap=self.softcap, dropout=self._dropout
+        )
         if runs_fused(*batch, kept):
             documents = documents_of(packed, queries, keys, query.device)
             options = self._options(is_causal, query.device)
@@ -281,6 +285,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
         """The options of every call of attention, without a seed."""
         return {
             "scale": self.softmax_scale,
+            "softcap": self.softcap,
             "causal": is_causal,
             "window": self.window_size,
             "sink": self.softmax_offset,

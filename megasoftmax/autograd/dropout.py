@@ -1,6 +1,7 @@
-"""Autograd and vmap of softmax with dropout, by any implementation.
+"""Autograd and vmap of softmax with dropout or a softcap, by any implementation.
 
-No mask is kept: scores and log-sum-exp give the probabilities again, and the seed what is dropped.
+In place of the probabilities the scores are kept. With the log-sum-exp they give the probabilities
+again, and with a softcap the derivative of the logits. The seed gives what is dropped.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from megasoftmax.reference.softmax import (
     BackwardArguments,
     DropoutBackwardArguments,
     ForwardArguments,
+    curvature_of_scores,
     probabilities_again,
+    slope_of_scores,
     softmax_double_backward,
     softmax_dropout_backward,
     softmax_forward,
@@ -49,7 +52,7 @@ def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     given = ForwardArguments(*inputs[:_COUNT])
     ctx.set_materialize_grads(False)
     if any(ctx.needs_input_grad) and not given.return_lse:
-        raise ValueError("return_lse: expected True where dropout has a gradient, got False")
+        raise ValueError("return_lse: expected True where scores are kept, got False")
     ctx.save_for_backward(output[1], *(getattr(given, name) for name in _TENSORS))
     ctx.given = given._replace(**dict.fromkeys(_TENSORS))
 
@@ -71,7 +74,7 @@ def gradients(
         scores,
         lse_gradient,
         lse,
-        *given[1:11],  # from the scale to the sink
+        *given[1:12],  # from the scale to the sink
         scores.dtype,
         *wanted,
         given.dropout,
@@ -92,31 +95,49 @@ def save_for_double_gradients(
 def double_gradients(implementation: Implementation, ctx: Any, *cotangents: Tensor) -> Any:
     """The gradients of the arguments of `softmax_dropout_backward`, from those of its results.
 
-    That is `softmax_backward` of a gradient that is dropped and of probabilities p, and
-    p = exp(scale * scores + bias - lse).
+    That is `softmax_backward` of a gradient that is dropped and of probabilities p, where
+    p = exp(z - lse). The gradient of z becomes that of the scores by a slope, which depends on them
+    with a softcap.
     """
     tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
     given = ctx.given._replace(**tensors)
-    p = probabilities_again(_as(ForwardArguments, given), given.lse)
-    keep = kept_of_scores(given.seed, given.dropout, given.scores)
-    gradient = dropped(given.gradient.to(p.dtype), keep, given.dropout)
-    without_dropout = _as(BackwardArguments, given, gradient=gradient, probabilities=p)
+    of_forward = _as(ForwardArguments, given)
+    of_scores = given.scores, given.scale, given.softcap
+    p, slope = probabilities_again(of_forward, given.lse), slope_of_scores(*of_scores)
+    gradient = _dropped(given.gradient.to(p.dtype), given)
+    scores_cotangent, *others = cotangents
+    if scores_cotangent is not None:
+        scores_cotangent = slope * scores_cotangent.to(p.dtype)
+    of_z = _as(BackwardArguments, given, gradient=gradient, probabilities=p, scale=1.0)
     d_dropped, d_p, d_lse_gradient, d_lse, d_sink = softmax_double_backward(
-        without_dropout, *cotangents
+        of_z, scores_cotangent, *others
     )
     d_z = torch.where(p == 0, 0, p * d_p)
+    d_scores = slope * d_z
+    if given.softcap > 0 and cotangents[0] is not None:
+        d = (gradient.masked_fill(p == 0, 0) * p).sum(-1, keepdim=True)
+        if given.lse_gradient is not None:
+            d = d - given.lse_gradient.unsqueeze(-1)
+        bent = cotangents[0].to(p.dtype) * curvature_of_scores(*of_scores)
+        d_scores = d_scores + torch.where(p == 0, 0, p * (gradient - d) * bent)
     d_lse = -d_z.sum(-1) if d_lse is None else d_lse - d_z.sum(-1)
     d_bias = None
     if given.bias is not None:
         d_bias = d_z.sum_to_size(given.bias.shape).to(given.bias.dtype)
     return DropoutBackwardArguments(
-        gradient=dropped(d_dropped, keep, given.dropout).to(given.gradient.dtype),
-        scores=(given.scale * d_z).to(given.scores.dtype),
+        gradient=_dropped(d_dropped, given).to(given.gradient.dtype),
+        scores=d_scores.to(given.scores.dtype),
         lse_gradient=None if given.lse_gradient is None else d_lse_gradient,
         lse=d_lse,
         bias=d_bias,
         sink=d_sink,
     )
+
+
+def _dropped(weights: Tensor, given: Any) -> Tensor:
+    if given.dropout == 0:
+        return weights
+    return dropped(weights, kept_of_scores(given.seed, given.dropout, given.scores), given.dropout)
 
 
 def batch_backward(
@@ -142,9 +163,12 @@ def _in_forward_mode(function: Any) -> Callable[..., Any]:
             given = ctx.given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
             p = probabilities_again(given, lse)
             of_arguments = ForwardArguments(*tangents[:-1])
-            d_p, d_lse = softmax_tangents(of_arguments, p, lse, given)
-            keep = kept_of_scores(given.seed, given.dropout, given.scores)
-            return dropped(d_p, keep, given.dropout).to(given.dtype), d_lse
+            if of_arguments.scores is not None:
+                slope = slope_of_scores(given.scores, given.scale, given.softcap)
+                of_z = slope * of_arguments.scores.to(lse.dtype)
+                of_arguments = of_arguments._replace(scores=of_z)
+            d_p, d_lse = softmax_tangents(of_arguments, p, lse, given._replace(scale=1.0))
+            return _dropped(d_p, given).to(given.dtype), d_lse
 
     return with_lse(InForwardMode)
 

@@ -17,6 +17,7 @@ from megasoftmax.autograd.function import (
     plain_torch_only,
     why_only_without_kernels,
 )
+from megasoftmax.reference.softmax import accumulation_dtype, curvature_of_scores, slope_of_scores
 from megasoftmax.reference.topk import (
     BackwardArguments,
     ForwardArguments,
@@ -27,12 +28,13 @@ from megasoftmax.reference.topk import (
 
 REFERENCE = Implementation(softmax_topk_forward, softmax_topk_backward)
 
+_COUNT, _BACKWARD_COUNT = len(ForwardArguments._fields), len(BackwardArguments._fields)
 _BACKWARD_TENSORS = (*BackwardArguments._fields[:6], "mask", "bias")
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keeps for `gradients` what it needs. `inputs` begin as `softmax_topk_forward`'s."""
-    given = ForwardArguments(*inputs[:8])
+    given = ForwardArguments(*inputs[:_COUNT])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, given.logits, given.mask, given.bias)
     ctx.given = given._replace(logits=None, mask=None, bias=None)
@@ -59,7 +61,7 @@ def gradients(
         gradient = gradient.contiguous()
     lse_gradient = None if statistics_gradient is None else statistics_gradient[2]
 
-    def dz(factor: float, dtype: torch.dtype) -> Tensor:
+    def found(of_bias: bool, dtype: torch.dtype) -> Tensor:
         return implementation.backward(
             gradient,
             values,
@@ -68,24 +70,29 @@ def gradients(
             logits,
             statistics,
             given.scale,
+            given.softcap,
             mask,
             bias,
             given.renormalize,
-            factor,
+            of_bias,
             dtype,
         )
 
-    needs = ForwardArguments(*ctx.needs_input_grad[:8])
+    needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
     if not needs.bias:
-        return ForwardArguments(logits=dz(given.scale, logits.dtype) if needs.logits else None)
-    of_z = dz(1.0, statistics.dtype)
-    d_logits = (of_z * given.scale).to(logits.dtype) if needs.logits else None
+        return ForwardArguments(logits=found(False, logits.dtype) if needs.logits else None)
+    of_z = found(True, statistics.dtype)
+    d_logits = None
+    if needs.logits and given.softcap > 0:
+        d_logits = found(False, logits.dtype)
+    elif needs.logits:
+        d_logits = (of_z * given.scale).to(logits.dtype)
     return ForwardArguments(logits=d_logits, bias=of_z.sum_to_size(bias.shape).to(bias.dtype))
 
 
 def save_for_double_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Keeps for `double_gradients` what it needs. `inputs` begin as `softmax_topk_backward`'s."""
-    given = BackwardArguments(*inputs[:12])
+    given = BackwardArguments(*inputs[:_BACKWARD_COUNT])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(getattr(given, name) for name in _BACKWARD_TENSORS))
     ctx.given = given._replace(**dict.fromkeys(_BACKWARD_TENSORS))
@@ -97,13 +104,20 @@ def double_gradients(implementation: Implementation, ctx: Any, cotangent: Tensor
         return BackwardArguments()
     tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
     given = ctx.given._replace(**tensors)
-    found = softmax_topk_double_backward(cotangent, *given[:-1])  # all but the dtype of the result
-    constant, bias = torch.zeros_like(found.lse), given.bias
+    compute, bias = accumulation_dtype(given.logits.dtype), given.bias
+    of_scores = given.logits, given.scale, given.softcap
+    slope = slope_of_scores(*of_scores)
+    of_z = cotangent.to(compute) * (1.0 if given.of_bias else slope)
+    found = softmax_topk_double_backward(of_z, *given[:-2])  # all but what tells the result
+    constant, d_logits = torch.zeros_like(found.lse), found.z * slope
+    if given.softcap > 0 and not given.of_bias:
+        dz = softmax_topk_backward(*given._replace(of_bias=True, dtype=compute))
+        d_logits = d_logits + cotangent.to(compute) * dz * curvature_of_scores(*of_scores)
     return BackwardArguments(
         gradient=found.gradient.to(given.gradient.dtype),
         probabilities=found.probabilities.to(given.probabilities.dtype),
         lse_gradient=found.lse_gradient,
-        logits=(found.z * given.scale).to(given.logits.dtype),
+        logits=d_logits.to(given.logits.dtype),
         statistics=torch.stack([constant, constant, found.lse]).to(given.statistics.dtype),
         bias=None if bias is None else found.z.sum_to_size(bias.shape).to(bias.dtype),
     )

@@ -35,6 +35,7 @@ def softmax_topk(
     logits: Tensor,
     k: int,
     scale: float,
+    softcap: float,
     mask: Tensor | None,
     bias: Tensor | None,
     renormalize: bool,
@@ -49,12 +50,12 @@ def softmax_topk(
         group: its ranks hold the shards in the order of their numbers.
         logits, mask, bias: of this rank's shard.
         k: from 0 on. What exceeds the vocabulary gets probability 0 and index V.
-        scale, renormalize, dtype: as in `reference.topk.softmax_topk_forward`.
+        scale, softcap, renormalize, dtype: as in `reference.topk.softmax_topk_forward`.
     """
     if is_in_forward_mode():
         raise NotImplementedError("group: expected None for a forward-mode derivative, got a group")
     return _ShardedTopk.apply(
-        logits, k, scale, mask, bias, renormalize, dtype, implementation, group
+        logits, k, scale, softcap, mask, bias, renormalize, dtype, implementation, group
     )
 
 
@@ -73,6 +74,7 @@ class _ShardedTopk(torch.autograd.Function):
         logits: Tensor,
         k: int,
         scale: float,
+        softcap: float,
         mask: Tensor | None,
         bias: Tensor | None,
         renormalize: bool,
@@ -81,7 +83,7 @@ class _ShardedTopk(torch.autograd.Function):
         group: "ProcessGroup",
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = logits.shape[:-1]
-        mine, factor, statistics = _select(implementation, logits, k, scale, mask, bias)
+        mine, factor, statistics = _select(implementation, logits, k, scale, softcap, mask, bias)
         gathered = _gather(mine, statistics, logits.shape[-1], k, group)
         candidates, statistics, offsets = _unpack(gathered, k, statistics.dtype, factor)
 
@@ -105,7 +107,12 @@ class _ShardedTopk(torch.autograd.Function):
         local = indices - offsets[torch.distributed.get_rank(group)]
         ctx.save_for_backward(p, local, statistics, logits, mask, bias)
         ctx.given = reference.topk.ForwardArguments(
-            k=k, scale=scale, renormalize=renormalize, dtype=dtype, candidates=False
+            k=k,
+            scale=scale,
+            softcap=softcap,
+            renormalize=renormalize,
+            dtype=dtype,
+            candidates=False,
         )
         ctx.implementation = implementation
         ctx.mark_non_differentiable(indices)
@@ -125,7 +132,7 @@ class _ShardedTopk(torch.autograd.Function):
             _, _, _, logits, _, bias = ctx.saved_tensors
             sources = gradient, statistics_gradient, logits, bias
             d_logits, d_bias = _Final.apply(d_logits, d_bias, *sources)
-        return d_logits, None, None, None, d_bias, None, None, None, None
+        return d_logits, None, None, None, None, d_bias, None, None, None, None
 
 
 class _Final(torch.autograd.Function):
@@ -148,6 +155,7 @@ def _select(
     logits: Tensor,
     k: int,
     scale: float,
+    softcap: float,
     mask: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[_Candidates, float, Tensor]:
@@ -155,14 +163,15 @@ def _select(
     compute = reference.softmax.accumulation_dtype(logits.dtype)
     k = min(k, logits.shape[-1])
     y, indices, statistics = implementation.forward(
-        logits, k, scale, mask, bias, False, compute, True
+        logits, k, scale, softcap, mask, bias, False, compute, True
     )
     excluded = torch.zeros_like(indices, dtype=torch.bool)
     if mask is not None:
         excluded = mask.expand(logits.shape).gather(-1, indices)
     factor = 1.0
-    if bias is None:  # compared before the scale can round two of them to one
-        y, factor = reference.topk.comparable(logits.gather(-1, indices), scale, excluded, None)
+    if bias is None and softcap == 0:  # before the scale can round two of them to one
+        selected = logits.gather(-1, indices)
+        y, factor = reference.topk.comparable(selected, scale, 0.0, excluded, None)
     rows = statistics[0].numel()
     candidates = (part.reshape(rows, k) for part in (y, indices, excluded))
     return _Candidates(*candidates), factor, statistics

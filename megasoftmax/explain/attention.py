@@ -99,6 +99,7 @@ def explain_attention(
     relative: bool = False,
     bias_dtype: torch.dtype | None = None,
     bias_gradient: bool = False,
+    softcap: bool = False,
     backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     gpu: Gpu | str = H200,
@@ -117,6 +118,7 @@ def explain_attention(
         relative: with a `RelativeBias` whose table is [heads, queries + keys - 1].
         bias_dtype: of the bias or its table, `dtype` or float32. Default: `dtype`.
         bias_gradient: the backward pass computes that of the bias.
+        softcap: with a softcap.
         backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
         dtype: float16, bfloat16 or float32.
         gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
@@ -155,6 +157,7 @@ def explain_attention(
         window_right=limits[1] if limits[1] < queries - 1 else -1,
         is_float=dtype == torch.float32,
         has_mask=masked,
+        has_softcap=softcap,
         has_bias=has_bias,
         has_float_bias=bias_dtype == torch.float32,
         has_bias_gradient=bias_gradient,
@@ -241,6 +244,8 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
         is_dense = call.has_bias and not call.is_relative
         if call.is_float:
             refused = "float32"
+        elif call.has_softcap and call.has_bias:
+            refused = "a softcap beside a bias"
         elif is_dense and call.has_float_bias:
             refused = "a dense bias in float32"
         elif head_dim <= limits["kSmallHeadDim"]:

@@ -74,6 +74,7 @@ def explain(
     masked: bool = False,
     bias_gradient: bool = False,
     dropout: bool = False,
+    softcap: bool = False,
     backward: bool = False,
     gpu: Gpu | str = H200,
     multiprocessors: int | None = None,
@@ -89,10 +90,11 @@ def explain(
         queries: of each head; by default all rows are queries of one head.
         causal, window: as in `megasoftmax.softmax`.
         masked: with a mask, counted as large as the scores. The backward pass does without it,
-            except with dropout.
+            except with dropout or a softcap.
         bias_gradient: the backward pass computes the gradient of a bias that no rows share.
         dropout: entries are dropped. The backward pass then reads the scores in place of the
             probabilities.
+        softcap: scores are capped. The backward pass reads them likewise.
         backward: explains the backward pass.
         gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
         multiprocessors, max_cluster, shared_bytes: in place of the GPU's own.
@@ -117,6 +119,7 @@ def explain(
         is_backward=backward,
         has_bias_gradient=bias_gradient,
         has_dropout=dropout,
+        has_softcap=softcap,
         multiprocessors=device.multiprocessors,
         shared_bytes=device.shared_bytes,
         max_cluster=device.max_cluster,
@@ -127,9 +130,9 @@ def explain(
 
     visible = rows // queries * visible_entries(limits, queries, columns)
     outputs = 2 if bias_gradient else 1
-    reads_mask = masked and (dropout or not backward)
-    read = (2 if backward else 1) * dtype.itemsize + reads_mask
-    if dropout and bias_gradient:
+    reads_scores = dropout or softcap or not backward
+    read = (2 if backward else 1) * dtype.itemsize + (masked and reads_scores)
+    if reads_scores and bias_gradient:
         read += dtype.itemsize  # the bias
     return Explanation(
         rows=rows,

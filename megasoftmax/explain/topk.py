@@ -46,6 +46,7 @@ def explain_topk(
     dtype: torch.dtype,
     *,
     masked: bool = False,
+    softcap: bool = False,
     backward: bool = False,
     gpu: Gpu | str = H200,
     multiprocessors: int | None = None,
@@ -59,6 +60,7 @@ def explain_topk(
         k: how many are kept of a row.
         dtype: float16, bfloat16 or float32, of logits and probabilities.
         masked: with a bool mask, counted as large as the logits.
+        softcap: with a softcap.
         backward: explains the backward pass.
         gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
         multiprocessors, max_cluster, shared_bytes: in place of the GPU's own.
@@ -76,6 +78,7 @@ def explain_topk(
         k=k,
         element_bytes=dtype.itemsize,
         is_masked=masked,
+        has_softcap=softcap,
         is_backward=backward,
         multiprocessors=device.multiprocessors,
         shared_bytes=device.shared_bytes,

@@ -47,6 +47,7 @@ def attention(
     bias: Tensor | RelativeBias | None = ...,
     mask: Tensor | TileMask | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
     visible: Ranges | None = ...,
@@ -67,6 +68,7 @@ def attention(
     bias: Tensor | RelativeBias | None = ...,
     mask: Tensor | TileMask | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
     visible: Ranges | None = ...,
@@ -87,6 +89,7 @@ def attention(
     bias: Tensor | RelativeBias | None = None,
     mask: Tensor | TileMask | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     causal: bool = False,
     window: Window | None = None,
     visible: Ranges | None = None,
@@ -100,6 +103,7 @@ def attention(
     """Attention with any bias, fused on NVIDIA GPUs: no tensor of queries x keys is made.
 
         z = scale * query . key + bias
+            with a softcap:  z = softcap * tanh(scale * query . key / softcap) + bias
         P = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  m = max(z, sink)
         output = P value
 
@@ -158,6 +162,8 @@ def attention(
             `TileMask`: one that several calls share, or of blocks.
         scale: factor of the products, finite, as in `softmax`; by default head_dim ** -0.5. Never
             rounded to their type. Kernels take those above 0 up to 1e4.
+        softcap: a number from 0 on; None or 0 for none. It bounds the scaled products, as in
+            `softmax`. Kernels take those up to 1e4.
         causal: exclude keys after the query: query i sees key j where j <= i + keys - queries.
         window: (left, right), as in `softmax`. A window of W tokens that ends at the query is
             (W - 1, 0).
@@ -194,7 +200,7 @@ def attention(
         raise checks.misnamed("attention", 3, unnamed, others)
     if is_compiling := torch.compiler.is_compiling():
         if seed is None and return_lse is False and (fused is None or fused is True):
-            limits = bias, mask, window, visible, sink
+            limits = bias, mask, window, visible, sink, softcap
             traced = _traced_attention(query, key, value, scale, causal, dropout, *limits)
             if traced is not None:
                 return traced
@@ -206,6 +212,7 @@ def attention(
             bias,
             mask,
             scale,
+            softcap,
             causal,
             window,
             visible,
@@ -224,6 +231,7 @@ def attention(
         and window is None
         and visible is None
         and sink is None
+        and softcap is None
         and seed is None
         and fused is None
         and type(causal) is bool
@@ -242,8 +250,9 @@ def attention(
     if window is not None:
         window = checked_window("window", window)
     scale, dropout = as_number("scale", scale), as_number("dropout", dropout)
+    softcap = as_number("softcap", softcap)
     options = AttentionOptions(
-        bias, mask, scale, causal, window, visible, sink, dropout, seed, return_lse, fused
+        bias, mask, scale, softcap, causal, window, visible, sink, dropout, seed, return_lse, fused
     )
     options.check(query, key, value)
     output, lse = AttentionCall(query, key, value, options).run()
@@ -317,7 +326,7 @@ class AttentionCall(Call):
 
     def reasons(self) -> tuple[Reason, ...]:
         return dispatch.reasons_against_fused_attention(
-            self.tensor, self.key, self.value, self.scale, self.options.dropout
+            self.tensor, self.key, self.value, self.scale, self.options
         )
 
     def why_not_fused(self) -> Reasons:
@@ -399,6 +408,7 @@ class AttentionCall(Call):
             with_rank(table, 3 if is_relative else 4),
             mask,
             self.scale,
+            options.softcap or 0.0,
             options.causal,
             left,
             right,
@@ -453,7 +463,8 @@ def served_attention(
     """
     if torch.compiler.is_compiling():
         of_all = options.scale, options.causal, options.dropout
-        limits = options.bias, options.mask, options.window, options.visible, options.sink
+        pairs = options.bias, options.mask, options.window, options.visible
+        limits = *pairs, options.sink, options.softcap
         traced = _traced_attention(query, key, value, *of_all, *limits)
         return None if traced is None else traced.transpose(1, 2)
     if host.calls is None:

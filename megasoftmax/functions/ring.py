@@ -36,6 +36,7 @@ def ring_attention(
     bias: Tensor | RelativeBias | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     causal: bool = False,
     window: Window | None = None,
     visible: Ranges | None = None,
@@ -87,6 +88,7 @@ def ring_attention(
             2 * sum(lengths) - 1 entries.
         mask: bool, True = excluded, broadcastable to the same.
         scale: factor of the products; by default head_dim ** -0.5.
+        softcap: as in `attention`.
         causal: exclude keys after the query.
         window: (left, right), as in `attention`.
         visible: (first, end) of this rank's queries, [..., heads, queries], as in `attention`,
@@ -120,8 +122,9 @@ def ring_attention(
     query, key, value = as_autocast(query, key, value)
     scale, dropout = as_number("scale", scale), as_number("dropout", dropout)
     window = checked_window("window", window)
+    softcap = as_number("softcap", softcap)
     options = AttentionOptions(
-        bias, mask, scale, causal, window, visible, sink, dropout, seed, fused=fused
+        bias, mask, scale, softcap, causal, window, visible, sink, dropout, seed, fused=fused
     )
     every = arguments.check_ring(query, key, value, options, group, lengths, order)
     merged = leading.merged(query, key, value, options)

@@ -21,6 +21,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """`attention` with the arguments and conventions of torch's function of this name.
 
@@ -51,6 +52,7 @@ def scaled_dot_product_attention(
         scale: factor of the products; by default head_dim ** -0.5.
         enable_gqa: the heads of key and value may be fewer, and divide those of the query: query
             head i reads key head i // (heads / key_heads). Key and value have as many.
+        softcap: as in `attention`. torch's function has no such argument.
 
     Returns:
         [..., heads, queries, value_dim], in the dtype of the query.
@@ -65,7 +67,8 @@ def scaled_dot_product_attention(
     dropout_p = as_number("dropout_p", dropout_p)
     check_dropout("dropout_p", dropout_p)
     tensors, limits, shape = _from_torch(query, key, value, attn_mask, is_causal, enable_gqa)
-    return attention(*tensors, **limits, scale=scale, dropout=dropout_p).view(shape)
+    limits |= {"scale": scale, "softcap": softcap, "dropout": dropout_p}
+    return attention(*tensors, **limits).view(shape)
 
 
 def _from_torch(
@@ -113,8 +116,10 @@ def sdpa_reasons(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float | None = None,
 ) -> Reasons:
     dropout_p = as_number("dropout_p", dropout_p)
     check_dropout("dropout_p", dropout_p)
     tensors, limits, _ = _from_torch(query, key, value, attn_mask, is_causal, enable_gqa)
-    return attention_reasons(*tensors, **limits, scale=scale, dropout=dropout_p)
+    limits |= {"scale": scale, "softcap": softcap, "dropout": dropout_p}
+    return attention_reasons(*tensors, **limits)

@@ -37,6 +37,7 @@ def softmax(
     scores: Tensor,
     *,
     scale: float = ...,
+    softcap: float | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
     causal: bool = ...,
@@ -57,6 +58,7 @@ def softmax(
     scores: Tensor,
     *,
     scale: float = ...,
+    softcap: float | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
     causal: bool = ...,
@@ -77,6 +79,7 @@ def softmax(
     scores: Tensor,
     *unnamed: Never,
     scale: float = 1.0,
+    softcap: float | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
@@ -94,6 +97,7 @@ def softmax(
     """Softmax of attention scores, fused on NVIDIA GPUs.
 
         z = scale * scores + bias
+            with a softcap:  z = softcap * tanh(scale * scores / softcap) + bias
         p = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  m = max(z, sink)
 
     computed in float32 (float64 for float64 scores), whatever the types of the tensors. Exact: the
@@ -120,6 +124,9 @@ def softmax(
             on, any strides.
         scale: factor of the scores, finite; never rounded to their type. A number, a numpy scalar
             or a tensor without dimensions on a CPU.
+        softcap: a number from 0 on; None or 0 for none. It bounds the scaled scores: an infinite
+            score counts as +-softcap and has gradient 0, and NaN stays NaN. For the backward pass
+            scores and log-sum-exp are kept in place of the probabilities.
         mask: bool, True = excluded, broadcastable to scores, any strides; not materialised.
         bias: floating, broadcastable to scores, any strides. Its gradient, in its own type, is
             summed in float32 over what was broadcast.
@@ -172,6 +179,7 @@ def softmax(
     if is_compiling := torch.compiler.is_compiling():
         if (
             (bias is None and window is None and visible is None and sink is None)
+            and softcap is None
             and type(dropout) in (int, float)
             and dropout == 0
             and seed is None
@@ -186,6 +194,7 @@ def softmax(
         served = host.calls.softmax(
             scores,
             scale,
+            softcap,
             mask,
             bias,
             causal,
@@ -202,10 +211,12 @@ def softmax(
         if served is not None:
             return cast(Tensor, served)
     scale, dropout = as_number("scale", scale), as_number("dropout", dropout)
+    softcap = as_number("softcap", softcap)
     if type(dim) is not int:
         dim = checks.as_integer(dim)
     if (  # the shortest way for the most frequent call on a CPU
         not is_compiling
+        and softcap is None
         and mask is None
         and bias is None
         and window is None
@@ -233,6 +244,7 @@ def softmax(
         window = checked_window("window", window)
     options = SoftmaxOptions(
         scale,
+        softcap,
         mask,
         bias,
         causal,
@@ -307,7 +319,7 @@ def softmax_backward(
         gradient: of the probabilities, in their shape, type and on their device, any strides. It
             is not modified.
         probabilities: what `softmax` returned, in the type of the scores.
-        scale: what `softmax` was given.
+        scale: what `softmax` was given, without a softcap.
         causal: what `softmax` was given, or False; kernels then do without what it excludes.
         visible: the same, or None.
 
@@ -379,6 +391,8 @@ class SoftmaxCall(Call):
         options = self.options
         if options.mask is not None or options.bias is not None or options.sink is not None:
             return False
+        if options.softcap:
+            return False
         shape = self.tensor.shape
         return shape[options.dim % len(shape) + 1 :].numel() != 1
 
@@ -391,9 +405,9 @@ class SoftmaxCall(Call):
         return SoftmaxCall(scores.movedim(dim, -1), options._replace(mask=mask, bias=bias, dim=-1))
 
     def _run_rows(self) -> tuple[Tensor, Tensor]:
-        has_dropout = self.options.dropout > 0
-        function = autograd.dropout if has_dropout else autograd.softmax
-        kernels = ops.softmax.WITH_DROPOUT if has_dropout else ops.softmax.IMPLEMENTATION
+        keeps_scores = self.options.keep_scores()
+        function = autograd.dropout if keeps_scores else autograd.softmax
+        kernels = ops.softmax.FROM_SCORES if keeps_scores else ops.softmax.IMPLEMENTATION
         is_fused = self.runs_fused()
         if is_fused or runs_as_op("scores", self.tensor):
             return self._call(function, kernels, self.tensor, is_fused)
@@ -440,6 +454,7 @@ class SoftmaxCall(Call):
             needs_gradient,
             scores,
             options.scale,
+            options.softcap or 0.0,
             options.mask,
             bias,
             options.causal,
@@ -450,7 +465,8 @@ class SoftmaxCall(Call):
             sink_tensor,
             sink_value,
             dtype_of_probabilities(scores, options.dtype),
-            options.return_lse or (needs_gradient and (sink_tensor is not None or dropout > 0)),
+            options.return_lse
+            or (needs_gradient and (sink_tensor is not None or options.keep_scores())),
             dropout,
             None if dropout == 0 else seed_of_call(options.seed, scores),
         )

@@ -28,6 +28,7 @@ def softmax_topk(
     k: int,
     *,
     scale: float = ...,
+    softcap: float | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
     renormalize: bool = ...,
@@ -44,6 +45,7 @@ def softmax_topk(
     k: int,
     *,
     scale: float = ...,
+    softcap: float | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
     renormalize: bool = ...,
@@ -60,6 +62,7 @@ def softmax_topk(
     k: int,
     *unnamed: Never,
     scale: float = 1.0,
+    softcap: float | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     renormalize: bool = False,
@@ -72,14 +75,16 @@ def softmax_topk(
     """The K largest probabilities of a softmax, without writing the others.
 
         z = scale * logits + bias
+            with a softcap:  z = softcap * tanh(scale * logits / softcap) + bias
         p = exp(z - max z) / sum exp(z - max z),  its K largest entries along the last dimension
 
     computed in float32 (float64 for float64 logits), whatever the types of the tensors. The same
     rules hold on GPU and CPU, fused or not.
 
-    * What is selected is decided by the logits (by z where a bias is given), not by rounded
-      probabilities: larger first, and the lower index first among equals. NaN comes before +inf,
-      and -0 equals 0.
+    * What is selected is decided by the logits (by z where a bias or a softcap is given), not by
+      rounded probabilities: larger first, and the lower index first among equals. NaN comes before
+      +inf, and -0 equals 0. With a softcap, z that differ by few units in the last place may come
+      in another order on another device, and large logits may round to the same z.
     * An excluded entry ranks as -inf and has probability exactly 0 and gradient exactly 0, whatever
       logits, bias and incoming gradient hold there. Where fewer than K entries are left, excluded
       ones follow, by index.
@@ -108,6 +113,8 @@ def softmax_topk(
         k: from 0 to V; kernels serve up to 256. With `group` V is not known on the host: if k
             exceeds V, the further results have probability 0 and index V.
         scale: factor of the logits, finite; never rounded to their type. 1 / temperature.
+        softcap: a number from 0 on; None or 0 for none. It bounds the scaled logits, as in
+            `softmax`.
         mask: bool, True = excluded, broadcastable to logits, any strides; not materialised.
         bias: floating, broadcastable to logits, any strides. Its gradient, in its own type, is
             summed in float32 over what was broadcast.
@@ -139,13 +146,13 @@ def softmax_topk(
         raise checks.misnamed("softmax_topk", 2, unnamed, others)
     if not torch.compiler.is_compiling() and host.calls is not None:
         served = host.calls.softmax_topk(
-            logits, k, scale, mask, bias, renormalize, dtype, return_lse, group, fused
+            logits, k, scale, softcap, mask, bias, renormalize, dtype, return_lse, group, fused
         )
         if served is not None:
             return cast(tuple[Tensor, ...], served)
     k = checks.as_integer(k)
-    scale = as_number("scale", scale)
-    options = TopkOptions(scale, mask, bias, renormalize, dtype, return_lse, group, fused)
+    scale, softcap = as_number("scale", scale), as_number("softcap", softcap)
+    options = TopkOptions(scale, softcap, mask, bias, renormalize, dtype, return_lse, group, fused)
     options.check(logits, k)
     probabilities, indices, statistics = TopkCall(logits, k, options).run()
     return (probabilities, indices, statistics[2]) if return_lse else (probabilities, indices)
@@ -181,7 +188,8 @@ class TopkCall(Call):
         elif runs_as_op("logits", logits):
             implementation = ops.topk.IMPLEMENTATION
         operands = (
-            *(logits, self.k, options.scale, options.mask, bias, options.renormalize),
+            *(logits, self.k, options.scale, options.softcap or 0.0),
+            *(options.mask, bias, options.renormalize),
             dtype_of_probabilities(logits, options.dtype),
         )
         if options.group is not None:
@@ -201,6 +209,7 @@ class TopkCall(Call):
             logits.is_cpu
             and self.k > 0
             and options.scale > 0
+            and not options.softcap
             and options.mask is None
             and options.bias is None
             and options.group is None

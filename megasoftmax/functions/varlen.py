@@ -22,6 +22,7 @@ def attention_varlen(
     *,
     bias: RelativeBias | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
     sink: Tensor | float | None = ...,
@@ -42,6 +43,7 @@ def attention_varlen(
     *,
     bias: RelativeBias | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     causal: bool = ...,
     window: Window | None = ...,
     sink: Tensor | float | None = ...,
@@ -62,6 +64,7 @@ def attention_varlen(
     *,
     bias: RelativeBias | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     causal: bool = False,
     window: Window | None = None,
     sink: Tensor | float | None = None,
@@ -93,6 +96,7 @@ def attention_varlen(
             1 - length to length - 1. Distances beyond them have bias 0. `t5_bias` and
             `alibi_bias` of `length` queries and keys make such tables.
         scale: factor of the products; by default head_dim ** -0.5.
+        softcap: as in `attention`.
         causal: exclude keys after the query. The last query of a document stands at its last key.
         window: (left, right), as in `attention`, within each document.
         sink: as in `attention`.
@@ -112,7 +116,14 @@ def attention_varlen(
     tensors, limits = _as_one_batch(
         query, key, value, cu_seqlens_q, cu_seqlens_k, bias, causal, window
     )
-    limits |= {"scale": scale, "sink": sink, "dropout": dropout, "seed": seed, "fused": fused}
+    limits |= {
+        "scale": scale,
+        "softcap": softcap,
+        "sink": sink,
+        "dropout": dropout,
+        "seed": seed,
+        "fused": fused,
+    }
     if return_lse is False:
         return attention(*tensors, **limits).squeeze(0).transpose(0, 1)
     output, lse = attention(*tensors, **limits, return_lse=return_lse)

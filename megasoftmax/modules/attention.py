@@ -19,6 +19,7 @@ from megasoftmax.options import (
     check_dropout,
     check_heads,
     check_scale,
+    check_softcap,
     checked_window,
 )
 
@@ -37,6 +38,7 @@ class FusedAttention(torch.nn.Module):
     Args:
         heads: of the query.
         scale: factor of the scores; None for head_dim ** -0.5.
+        softcap: bounds the scaled scores, as in `megasoftmax.attention`; None or 0 for none.
         causal: exclude keys after the query.
         window: (left, right), -1 = no limit on that side: left tokens before a query, and right
             tokens after it, besides its own. None for no window.
@@ -65,6 +67,7 @@ class FusedAttention(torch.nn.Module):
         heads: int,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         causal: bool = False,
         window: Window | None = None,
         sink: bool = False,
@@ -94,10 +97,13 @@ class FusedAttention(torch.nn.Module):
         scale = as_number("scale", scale)
         if scale is not None:
             check_scale("scale", scale, torch.float64)
+        softcap = as_number("softcap", softcap)
+        check_softcap("softcap", softcap, torch.float64)
         device = checks.checked_device(device)
         checks.check_dtype(dtype)
         self.heads = heads
         self.scale = scale
+        self.softcap = softcap
         self.causal = causal
         self.window = checked_window("window", window)
         self.max_distance = checks.checked_integer("max_distance", max_distance, 1)
@@ -172,6 +178,7 @@ class FusedAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         options = {
             "scale": self.scale,
+            "softcap": self.softcap or None,
             "causal": self.causal or None,
             "window": self.window,
             "sink": None if self.sink is None else True,
@@ -204,6 +211,7 @@ class FusedAttention(torch.nn.Module):
             "bias": self._sum_of_biases(query, keys, bias),
             "mask": mask,
             "scale": self.scale,
+            "softcap": self.softcap,
             "causal": self.causal,
             "window": self.window,
             "visible": visible,

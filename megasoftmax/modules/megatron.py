@@ -12,7 +12,7 @@ from megasoftmax.autocast import autocast_dtype
 from megasoftmax.dispatch import Reason
 from megasoftmax.functions.softmax import softmax
 from megasoftmax.functions.why_not_fused import why_not_fused
-from megasoftmax.options import Window, as_number, check_scale, checked_window
+from megasoftmax.options import Window, as_number, check_scale, check_softcap, checked_window
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -64,6 +64,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         scale: factor of the scores, a number; None for 1.
         window_size: (left, right), -1 = no limit on that side: left tokens before a query, and
             right tokens after it, besides its own. None for no window.
+        softcap: bounds the scaled scores, as in `megasoftmax.softmax`; None or 0 for none.
+            Megatron-core's class has no such argument.
 
     Raises:
         TypeError, ValueError: an argument is not as above; names the argument.
@@ -82,6 +84,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         softmax_in_fp32: bool,
         scale: float | None,
         window_size: Window | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         for name, flag in (
@@ -112,6 +115,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         self.softmax_in_fp32 = softmax_in_fp32
         self.scale = scale
         self.window_size = checked_window("window_size", window_size)
+        self.softcap = as_number("softcap", softcap)
+        check_softcap("softcap", self.softcap, torch.float64)
 
     def forward(
         self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
@@ -150,6 +155,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             return softmax(
                 input,
                 scale=1.0 if self.scale is None else self.scale,
+                softcap=self.softcap,
                 mask=mask,
                 causal=self._is_causal(),
                 window=self.window_size,
@@ -167,6 +173,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         scores = input if output_dtype is None else input.float()
         if self.scale is not None:
             scores = scores * self.scale
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
         for one in self._masks(scores, mask):
             if self.mask_func is None:
                 raise ValueError("mask_func: expected a function where a mask is applied, got None")
@@ -216,6 +224,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
                 softmax,
                 input,
                 scale=1.0 if self.scale is None else self.scale,
+                softcap=self.softcap,
                 mask=mask,
                 causal=self._is_causal(),
                 window=self.window_size,
@@ -228,13 +237,14 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     def extra_repr(self) -> str:
         mask_type = _name(self.attn_mask_type)
-        return f"attn_mask_type={mask_type}, scale={self.scale}, window_size={self.window_size}"
+        shown = f"attn_mask_type={mask_type}, scale={self.scale}, window_size={self.window_size}"
+        return f"{shown}, softcap={self.softcap}" if self.softcap else shown
 
     # Attributes may be set after construction, as Megatron code does: what is derived of them
     # lasts until one is set.
 
     _options: tuple[Any, ...] | None = None
-    """What csrc/host/calls.h says of `softmax_of_module`; () without fusion; None: not derived."""
+    """What csrc/host/calls.h says of `softmax_of_module`; () if it declines; None: not derived."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)["_options"] = None
@@ -242,7 +252,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     def _derive_options(self) -> tuple[Any, ...]:
         options: tuple[Any, ...] = ()
-        if self.scaled_masked_softmax_fusion and self._is_as_written():
+        if self.scaled_masked_softmax_fusion and not self.softcap and self._is_as_written():
             scale = 1.0 if self.scale is None else self.scale
             dtype = self._half_dtype() if self.softmax_in_fp32 else None
             options = (scale, self._is_causal(), self.window_size, dtype)

@@ -42,7 +42,7 @@ _dropout_backward = define_differentiable(schema_of(softmax_dropout_backward, _T
 
 # Below autograd.
 IMPLEMENTATION = Implementation(below_autograd(_forward), below_autograd(_backward))
-WITH_DROPOUT = Implementation(below_autograd(_forward), below_autograd(_dropout_backward))
+FROM_SCORES = Implementation(below_autograd(_forward), below_autograd(_dropout_backward))
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -98,18 +98,19 @@ def _fake_dropout_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.has_dropout = ForwardArguments(*inputs).dropout > 0
-    (dropout if ctx.has_dropout else softmax).save_for_gradients(ctx, inputs, output)
+    given = ForwardArguments(*inputs)
+    ctx.keeps_scores = given.dropout > 0 or given.softcap > 0
+    (dropout if ctx.keeps_scores else softmax).save_for_gradients(ctx, inputs, output)
 
 
 def _gradients(implementation: Implementation, ctx: Any, *grads: Tensor | None) -> Any:
-    if ctx.has_dropout:
-        return dropout.gradients(_traced_with_dropout, ctx, *grads)
+    if ctx.keeps_scores:
+        return dropout.gradients(_traced_from_scores, ctx, *grads)
     return softmax.gradients(implementation, ctx, *grads)
 
 
 _traced = Implementation(_forward, _backward)
-_traced_with_dropout = Implementation(_forward, _dropout_backward)
+_traced_from_scores = Implementation(_forward, _dropout_backward)
 _FORWARD = Rules(ForwardArguments._fields, _save, _gradients, softmax.batch_forward)
 implement(_forward, softmax_forward)
 trace(_forward, _fake_forward, _FORWARD, _traced)
@@ -118,4 +119,4 @@ fake(forward_alone, partial(_alone, _fake_forward))
 implement(_backward, softmax_backward)
 trace(_backward, _fake_backward, softmax.BACKWARD, _traced)
 implement(_dropout_backward, softmax_dropout_backward)
-trace(_dropout_backward, _fake_dropout_backward, dropout.BACKWARD, _traced_with_dropout)
+trace(_dropout_backward, _fake_dropout_backward, dropout.BACKWARD, _traced_from_scores)

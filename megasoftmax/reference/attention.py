@@ -1,6 +1,8 @@
 """Attention in plain torch: the specification, and the fallback of the ops of that name.
 
-    z = scale * q k + bias,  P = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  O = P v
+    z = scale * q k + bias
+        with a softcap:  z = softcap * tanh(scale * q k / softcap) + bias
+    P = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  O = P v
 
 over the keys, in float32, or float64 for float64 queries, and P exactly 0 for excluded keys.
 `attention_forward` and `attention_backward` have the signatures of the ops and are pure, without
@@ -52,6 +54,7 @@ def attention_forward(
     bias: Tensor | None,
     mask: Tensor | None,
     scale: float,
+    softcap: float,
     causal: bool,
     window_left: int,
     window_right: int,
@@ -76,6 +79,8 @@ def attention_forward(
             divides b: example i takes entry i // (b / bb).
         mask: bool, [b or 1, h or 1, m or 1, n or 1], True = excluded; or None.
         scale: factor of the products of queries and keys.
+        softcap: above 0, softcap * tanh(scale * product / softcap) takes the place of the scaled
+            product; 0: none.
         causal, window_left, window_right, sink, sink_value: as in `softmax_forward` of softmax.py.
         relative: bias is [bb, h or 1, m + n - 1], and pair (i, j) takes entry j - i + m - 1.
         first, end: int32 [b or 1, h or 1, m or 1], or None: query i sees keys first <= j < end.
@@ -101,14 +106,15 @@ def attention_forward(
         the sink or -inf. A visible NaN or +inf makes NaN of its row.
     """
     given = ForwardArguments(
-        *(query, key, value, bias, mask, scale, causal, window_left, window_right),
+        *(query, key, value, bias, mask, scale, softcap, causal, window_left, window_right),
         *(sink, sink_value, relative, first, end, note, block, dropout, seed, tf32),
     )
     compute = accumulation_dtype(query.dtype)
     in_place = may_overwrite(query, key, value, bias, sink)
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:
-        p, statistics = _weights(block, given, compute, in_place)
+        scores = _scores(block, given, compute, in_place)
+        p, statistics = _weights(block, scores, given, in_place)
         assert statistics is not None
         weights = _dropped(p, _kept(block, given), given, in_place)
         output = _times(weights, block.value.to(compute))
@@ -134,6 +140,7 @@ def attention_backward(
     bias: Tensor | None,
     mask: Tensor | None,
     scale: float,
+    softcap: float,
     causal: bool,
     window_left: int,
     window_right: int,
@@ -153,9 +160,11 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients, from those of output dO and log-sum-exp h.
 
-        D = sum(dO O) - h over the value's dimension,  dz = P (dO v - D),  dq = scale dz k,
-        dk = scale dz q,  dv = P dO,  dbias = dz summed over what was broadcast,
+        D = sum(dO O) - h over the value's dimension,  dz = P (dO v - D),  ds = dz (1 - t^2),
+        dq = scale ds k,  dk = scale ds q,  dv = P dO,  dbias = dz summed over what was broadcast,
         dsink = -exp(sink - lse) D
+
+    where t = tanh(scale * q k / softcap), or 0 without a softcap.
 
     With dropout, the P of dv and the dO v of dz are dropped like the P of the output. Where P is
     exactly 0, dz is exactly 0, whatever dO and v hold.
@@ -174,14 +183,18 @@ def attention_backward(
         asked for.
     """
     given = ForwardArguments(
-        *(query, key, value, bias, mask, scale, causal, window_left, window_right),
+        *(query, key, value, bias, mask, scale, softcap, causal, window_left, window_right),
         *(sink, sink_value, relative, first, end, note, block, dropout, seed, tf32),
     )
     compute = accumulation_dtype(query.dtype)
     in_place = may_overwrite(query, key, value, bias, sink, output, d_output, d_lse)
 
     def backward(block: _Block) -> tuple[Tensor, ...]:
-        p, statistics = _weights(block, given, compute, in_place, sink_gradient)
+        scores = _scores(block, given, compute, in_place)
+        slope = None
+        if given.softcap > 0:  # 0 for a score of NaN
+            slope = (1 - scores * scores).nan_to_num(0.0)
+        p, statistics = _weights(block, scores, given, in_place, sink_gradient)
         assert block.d_output is not None
         assert block.output is not None
         g = block.d_output.to(compute)
@@ -191,14 +204,17 @@ def attention_backward(
         keep = _kept(block, given)
         dp = _dropped(_times(g, block.value.to(compute).mT), keep, given, in_place)
         dz = _gradient_of_logits(dp, d, p, in_place)
-        d_query = _scaled(_times(dz, block.key.to(compute)), scale, in_place)
-        d_key = _summed_times(dz, block.query.to(compute), block.key.shape[1])
-        d_key = _scaled(d_key, scale, in_place)
-        d_value = _summed_times(_dropped(p, keep, given, in_place), g, block.key.shape[1])
         d_bias, d_sink = d.new_empty(0), d.new_empty(0)
         if bias_gradient:
             assert block.bias is not None
             d_bias = _gradient_of_bias(dz, block.bias, block.diagonal)
+        if slope is not None:
+            # The gradient of a bias may be a view of dz.
+            dz = dz.mul_(slope) if in_place and not bias_gradient else dz * slope
+        d_query = _scaled(_times(dz, block.key.to(compute)), scale, in_place)
+        d_key = _summed_times(dz, block.query.to(compute), block.key.shape[1])
+        d_key = _scaled(d_key, scale, in_place)
+        d_value = _summed_times(_dropped(p, keep, given, in_place), g, block.key.shape[1])
         if sink_gradient:
             assert statistics is not None
             d_sink = sink_gradient_of_rows(block.sink, sink_value, statistics[2], d)
@@ -367,16 +383,18 @@ def _joined(
 
 
 def _weights(
-    block: _Block, given: Any, compute: torch.dtype, in_place: bool, has_statistics: bool = True
+    block: _Block, scores: Tensor, given: Any, in_place: bool, has_statistics: bool = True
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """P [b, h, m, n]; of each row, [b, h, m], the largest z, 0 where no key is visible; the
     logarithm of the denominator relative to it; and the log-sum-exp.
 
-    in_place: makes one buffer of the size of P, and is not differentiable.
+    scores: from `_scores`.
+    in_place: P takes the place of the scores, and is not differentiable.
     has_statistics: False may leave out what is known of rows.
     """
     queries, keys = block.query.shape[2], block.key.shape[2]
-    z = _logits(block, given, compute, in_place)
+    compute = scores.dtype
+    z = _logits(block, scores, given, in_place)
     window = (given.causal, given.window_left, given.window_right)
     excluded = union(
         _mask_of_pairs(block),
@@ -429,14 +447,23 @@ def _cleared(p: Tensor, excluded: Tensor | None, limits: Tensor | None) -> Tenso
     return p if excluded is None else p.masked_fill(excluded, 0)
 
 
-def _logits(block: _Block, given: Any, compute: torch.dtype, in_place: bool) -> Tensor:
-    """z [b, h, m, n], of excluded keys too."""
-    z = _times(block.query.to(compute), block.key.to(compute).mT)
-    if block.bias is None or z.numel() == 0:
-        return _scaled(z, given.scale, in_place)
-    bias, by_entry = _bias_of_pairs(block).unsqueeze(1), _by_entry(z, block.bias)
+def _scores(block: _Block, given: Any, compute: torch.dtype, in_place: bool) -> Tensor:
+    """Products [b, h, m, n] of queries and keys, of excluded ones too; with a softcap their t."""
+    products = _times(block.query.to(compute), block.key.to(compute).mT)
+    if given.softcap == 0:
+        return products
+    scores = _scaled(products, given.scale / given.softcap, in_place)
+    return scores.tanh_() if in_place else scores.tanh()
+
+
+def _logits(block: _Block, scores: Tensor, given: Any, in_place: bool) -> Tensor:
+    """z of these scores."""
+    factor = given.scale if given.softcap == 0 else given.softcap
+    if block.bias is None or scores.numel() == 0:
+        return _scaled(scores, factor, in_place)
+    bias, by_entry = _bias_of_pairs(block).unsqueeze(1), _by_entry(scores, block.bias)
     out = by_entry if in_place else None
-    return torch.add(bias, by_entry, alpha=given.scale, out=out).flatten(0, 1).to(compute)
+    return torch.add(bias, by_entry, alpha=factor, out=out).flatten(0, 1).to(scores.dtype)
 
 
 def _gradient_of_logits(dp: Tensor, d: Tensor, p: Tensor, in_place: bool) -> Tensor:

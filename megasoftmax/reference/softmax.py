@@ -1,6 +1,7 @@
 """The semantics of megasoftmax in plain torch: the specification, and the fallback of every op.
 
     z = scale * scores + bias
+        with a softcap:  z = softcap * tanh(scale * scores / softcap) + bias
     p = exp(z - m) / (sum exp(z - m) + exp(sink - m)),  m = max(z, sink)
 
 and exactly 0 for excluded entries, in float32, or float64 for float64 scores. `softmax_forward` and
@@ -118,6 +119,7 @@ def sink_logit(
 def softmax_forward(
     scores: Tensor,
     scale: float,
+    softcap: float,
     mask: Tensor | None,
     bias: Tensor | None,
     causal: bool,
@@ -137,6 +139,8 @@ def softmax_forward(
     Args:
         scores: floating, [..., heads, queries, keys]; any rank from 1 on.
         scale: factor of the scores.
+        softcap: above 0, softcap * tanh(scale * scores / softcap) takes the place of the scaled
+            scores; 0: none.
         mask: bool, broadcastable to scores, True = excluded; or None.
         bias: floating, broadcastable to scores, added to the scaled scores; or None.
         causal: query i sees keys up to i + keys - queries.
@@ -162,6 +166,8 @@ def softmax_forward(
         visible NaN or +inf makes the visible part of a row NaN.
     """
     compute = accumulation_dtype(scores.dtype)
+    if softcap > 0:
+        scores, scale = _tanh_of_scores(scores, scale, softcap), softcap
     # Without a bias, differences of scores are scaled, so no product overflows.
     before, after = scale, 1.0
     if bias is None and scale != 0:
@@ -273,7 +279,7 @@ def _backward_(
     p: Tensor,
     lse_gradient: Tensor | None,
     lse: Tensor | None,
-    scale: float,
+    slope: Tensor | float,
     bias: Tensor | None,
     sink: Tensor | None,
     sink_value: float | None,
@@ -281,14 +287,17 @@ def _backward_(
     bias_gradient: bool,
     sink_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`softmax_backward`, computed in place in dz, which holds g where p is not 0, else 0."""
+    """`softmax_backward`, computed in place in dz, which holds g where p is not 0, else 0.
+
+    slope: the derivative of z by the scores.
+    """
     d = dz.mul_(p).sum(-1)
     if lse_gradient is not None:
         d -= lse_gradient
     dz.addcmul_(p, d.unsqueeze(-1), value=-1)
     clear_(dz, keep=p)  # d may be NaN
 
-    d_scores = (dz * scale if bias_gradient else dz.mul_(scale)).to(dtype).contiguous()
+    d_scores = (dz * slope if bias_gradient else dz.mul_(slope)).to(dtype).contiguous()
     d_bias = dz.new_empty(0)
     if bias_gradient:
         assert bias is not None
@@ -305,6 +314,7 @@ def softmax_dropout_backward(
     lse_gradient: Tensor | None,
     lse: Tensor,
     scale: float,
+    softcap: float,
     mask: Tensor | None,
     bias: Tensor | None,
     causal: bool,
@@ -318,13 +328,15 @@ def softmax_dropout_backward(
     bias_gradient: bool,
     sink_gradient: bool,
     dropout: float,
-    seed: Tensor,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `softmax_forward` with dropout, from those of what it returned, g and h.
+    """Gradients of `softmax_forward` with dropout or a softcap, from those of its results, g and h.
 
-        p = exp(scale * scores + bias - lse),  dp = g / kept probability, 0 where dropped,
-        D = sum(dp * p) - h,  dz = p * (dp - D),  dscores = scale * dz,
+        p = exp(z - lse),  dp = g / kept probability, 0 where dropped,
+        D = sum(dp * p) - h,  dz = p * (dp - D),  dscores = scale * dz * (1 - t^2),
         dbias = dz summed over what was broadcast,  dsink = -exp(sink - lse) * D
+
+    where t = tanh(scale * scores / softcap), or 0 without a softcap.
 
     Where p is exactly 0 nothing enters D and dz is exactly 0, whatever g holds there.
 
@@ -340,16 +352,17 @@ def softmax_dropout_backward(
         The gradients that `softmax_backward` returns.
     """
     given = ForwardArguments(
-        *(scores, scale, mask, bias, causal, window_left, window_right, first, end),
+        *(scores, scale, softcap, mask, bias, causal, window_left, window_right, first, end),
         *(sink, sink_value, gradient.dtype, True, dropout, seed),
     )
     p = probabilities_again(given, lse, in_place=True)
-    keep = kept_of_scores(seed, dropout, scores)
-    copy = gradient.to(p.dtype, copy=True, memory_format=torch.contiguous_format)
-    g = drop_(copy, keep, dropout)
+    g = gradient.to(p.dtype, copy=True, memory_format=torch.contiguous_format)
+    if dropout > 0:
+        assert seed is not None
+        drop_(g, kept_of_scores(seed, dropout, scores), dropout)
     clear_(g, keep=p)
     return _backward_(
-        *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
+        *(g, p, lse_gradient, lse, slope_of_scores(scores, scale, softcap), bias, sink, sink_value),
         *(dtype, bias_gradient, sink_gradient),
     )
 
@@ -370,7 +383,10 @@ def probabilities_again(given: Any, lse: Tensor, *, in_place: bool = False) -> T
     if excluded is not None or given.bias is not None or has_sink:
         empty = (lse == -torch.inf).unsqueeze(-1)
         excluded = empty if excluded is None else excluded | empty
-    z = given.scores.to(lse.dtype) * given.scale
+    if given.softcap > 0:
+        z = _tanh_of_scores(given.scores, given.scale, given.softcap) * given.softcap
+    else:
+        z = given.scores.to(lse.dtype) * given.scale
     if in_place:
         z = z if given.bias is None else z.add_(given.bias)
         z.sub_(lse.unsqueeze(-1))
@@ -380,6 +396,25 @@ def probabilities_again(given: Any, lse: Tensor, *, in_place: bool = False) -> T
     z = z - lse.unsqueeze(-1)
     z = z if excluded is None else z.masked_fill(excluded, -torch.inf)
     return z.exp()
+
+
+def _tanh_of_scores(scores: Tensor, scale: float, softcap: float) -> Tensor:
+    """t, of which softcap * t + bias are the logits; in the accumulation type, a new tensor."""
+    return torch.tanh(scores.to(accumulation_dtype(scores.dtype)) * (scale / softcap))
+
+
+def slope_of_scores(scores: Tensor, scale: float, softcap: float) -> Tensor | float:
+    """The derivative of the logits by the scores, scale * (1 - t^2); 0 for a score of NaN."""
+    if softcap == 0:
+        return scale
+    t = _tanh_of_scores(scores, scale, softcap)
+    return (scale * (1 - t * t)).nan_to_num(0.0)
+
+
+def curvature_of_scores(scores: Tensor, scale: float, softcap: float) -> Tensor:
+    """The second derivative of the logits by the scores, with a softcap; 0 likewise."""
+    t = _tanh_of_scores(scores, scale, softcap)
+    return (-2 * scale**2 / softcap * t * (1 - t * t)).nan_to_num(0.0)
 
 
 def softmax_columns_forward(
@@ -589,6 +624,7 @@ def arguments_of(function: Callable[..., Any]) -> Any:
 
 _WHERE_NOT_GIVEN = {
     "scale": 1.0,
+    "softcap": 0.0,
     "causal": False,
     "window_left": -1,
     "window_right": -1,

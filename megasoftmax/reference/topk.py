@@ -1,13 +1,15 @@
 """Softmax + top-k in plain torch: the specification, and the fallback of the ops of that name.
 
     z = scale * logits + bias,  p = exp(z - max z) / sum exp(z - max z),  the K largest of p
+        with a softcap:  z = softcap * tanh(scale * logits / softcap) + bias
 
 `softmax_topk_forward` and `softmax_topk_backward` have the signatures of the ops and are pure,
 without autograd. `autograd.topk` makes one differentiable function of any such pair.
 
 What is selected follows from comparisons alone. Without a bias raw logits are compared (negated for
 a negative scale), because products with the scale could round to the same number. With a bias z is
-compared, as a fused multiply-add rounds it. GPU and CPU cannot differ in this arithmetic.
+compared, as a fused multiply-add rounds it. GPU and CPU cannot differ in this arithmetic. With a
+softcap z is compared too. There they can differ in the last bits of tanh.
 """
 
 from typing import NamedTuple
@@ -15,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasoftmax.reference.softmax import accumulation_dtype, arguments_of
+from megasoftmax.reference.softmax import accumulation_dtype, arguments_of, slope_of_scores
 from megasoftmax.tracing import is_traced
 
 
@@ -23,6 +25,7 @@ def softmax_topk_forward(
     logits: Tensor,
     k: int,
     scale: float,
+    softcap: float,
     mask: Tensor | None,
     bias: Tensor | None,
     renormalize: bool,
@@ -35,6 +38,8 @@ def softmax_topk_forward(
         logits: floating, [..., V]; any rank from 1 on.
         k: from 0 to V.
         scale: factor of the logits.
+        softcap: above 0, softcap * tanh(scale * logits / softcap) takes the place of the scaled
+            logits; 0: none.
         mask: bool, broadcastable to logits, True = excluded; or None.
         bias: floating, broadcastable to logits, added to the scaled logits; or None.
         renormalize: divide by the sum over the K entries instead of all V.
@@ -56,7 +61,7 @@ def softmax_topk_forward(
         bias is given, else NaN.
     """
     compute = accumulation_dtype(logits.dtype)
-    y, factor = comparable(logits, scale, mask, bias)
+    y, factor = comparable(logits, scale, softcap, mask, bias)
     indices = select(y, k)
     selected = y.gather(-1, indices)
     if k > 0:
@@ -96,13 +101,14 @@ def softmax_topk_backward(
     logits: Tensor,
     statistics: Tensor,
     scale: float,
+    softcap: float,
     mask: Tensor | None,
     bias: Tensor | None,
     renormalize: bool,
-    factor: float,
+    of_bias: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of z, times a factor, from those of probabilities g and log-sum-exp h.
+    """The gradient of the logits, or of z, from those of probabilities g and log-sum-exp h.
 
     With P the K probabilities, i their indices and p_j = exp(z_j - max - log sum) those of all V:
 
@@ -113,16 +119,17 @@ def softmax_topk_backward(
         dz_j = p_j h              + sum over k with j = i_k of P_k (g_k - sum(g P))
 
     Where P_k is exactly 0, g_k counts as 0, whatever it is; where p_j is, dz_j is exactly 0. p is
-    computed from the logits, in float32; P is taken as it was returned, in its own type.
+    computed from the logits, in float32; P is taken as it was returned, in its own type. The
+    gradient of the logits is that of z times `slope_of_scores`.
 
     Args:
         gradient: of the probabilities, with their shape and dtype, any strides.
         probabilities, indices: what `softmax_topk_forward` returned. An index outside [0, V), which
             another shard of the vocabulary holds, takes part in sum(g P) alone.
         lse_gradient: of the log-sum-exp, statistics[2], in its type; or None.
-        logits, scale, mask, bias, renormalize: as in `softmax_topk_forward`.
+        logits, scale, softcap, mask, bias, renormalize: as in `softmax_topk_forward`.
         statistics: what it returned. Only its first two numbers matter.
-        factor: `scale` for the gradient of the logits, 1 for that of the bias.
+        of_bias: the gradient of z, which a bias has before it is summed over what was broadcast.
         dtype: of the result.
 
     Returns:
@@ -136,13 +143,15 @@ def softmax_topk_backward(
     if renormalize:
         dz = _scatter(torch.where(q == 0, 0, q * (g - d)), indices, columns)
         if h is not None:
-            p = _probabilities(logits, statistics, scale, mask, bias)
+            p = _probabilities(logits, statistics, scale, softcap, mask, bias)
             dz = dz + torch.where(p == 0, 0, p * h)
     else:
-        p = _probabilities(logits, statistics, scale, mask, bias)
+        p = _probabilities(logits, statistics, scale, softcap, mask, bias)
         dz = _scatter(g, indices, columns) + ((0 if h is None else h) - d)
         dz = torch.where(p == 0, 0, p * dz)
-    return (dz * factor).to(dtype).contiguous()
+    if not of_bias:
+        dz = dz * slope_of_scores(logits, scale, softcap)
+    return dz.to(dtype).contiguous()
 
 
 class DoubleGradients(NamedTuple):
@@ -164,12 +173,12 @@ def softmax_topk_double_backward(
     logits: Tensor,
     statistics: Tensor,
     scale: float,
+    softcap: float,
     mask: Tensor | None,
     bias: Tensor | None,
     renormalize: bool,
-    factor: float,
 ) -> DoubleGradients:
-    """Gradients of `softmax_topk_backward`, itself differentiable as often as wanted.
+    """Gradients of `softmax_topk_backward` of z, itself differentiable as often as wanted.
 
     With v the cotangent of dz, D = sum(g P), and e = sum(v p) over V:
 
@@ -180,7 +189,7 @@ def softmax_topk_double_backward(
         dg_k = P_k (v - f) at i_k,  dP_k = v (g_k - D) - g_k f,  dh = e,  dz_j = v_j p_j h
 
     Args:
-        cotangent: of what `softmax_topk_backward` returned; the others are what it was given.
+        cotangent: of the gradient of z; the others are what `softmax_topk_backward` was given.
 
     Returns:
         Gradients in the accumulation type, in which z is that of scale * logits + bias.
@@ -190,8 +199,8 @@ def softmax_topk_double_backward(
     d = (g * q).sum(-1, keepdim=True)
     h = 0 if lse_gradient is None else lse_gradient.unsqueeze(-1)
     columns = logits.shape[-1]
-    p = _probabilities(logits, statistics, scale, mask, bias)
-    v = cotangent.to(compute) * factor
+    p = _probabilities(logits, statistics, scale, softcap, mask, bias)
+    v = cotangent.to(compute)
     if not renormalize:
         v = torch.where(p == 0, 0, v)
     e = (torch.where(p == 0, 0, v) * p).sum(-1, keepdim=True)
@@ -262,12 +271,15 @@ def rounded(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def comparable(
-    logits: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
+    logits: Tensor, scale: float, softcap: float, mask: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, float]:
     """y [..., V], ordered as z is, and a factor from 0 on: z = factor * y."""
     compute = accumulation_dtype(logits.dtype)
     factor = 1.0
-    if bias is not None:
+    if softcap > 0:
+        y = torch.tanh(logits.double() * (scale / softcap)) * softcap
+        y = (y if bias is None else y + bias).to(compute)
+    elif bias is not None:
         # One rounding, as in a fused multiply-add: float64 holds the product.
         y = (logits.double() * rounded(scale, compute, logits.device) + bias).to(compute)
     elif scale == 0:
@@ -279,11 +291,16 @@ def comparable(
 
 
 def _probabilities(
-    logits: Tensor, statistics: Tensor, scale: float, mask: Tensor | None, bias: Tensor | None
+    logits: Tensor,
+    statistics: Tensor,
+    scale: float,
+    softcap: float,
+    mask: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """exp(z - max z - log sum), [..., V], in the accumulation type; differentiable."""
     compute = accumulation_dtype(logits.dtype)
-    y, factor = comparable(logits, scale, mask, bias)
+    y, factor = comparable(logits, scale, softcap, mask, bias)
     if mask is not None or bias is not None:  # else the row is NaN
         statistics = statistics.masked_fill(statistics[0] == -torch.inf, 0)
     maximum, log_sum, lse = statistics.double().unsqueeze(-1)

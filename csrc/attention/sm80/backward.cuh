@@ -1,7 +1,8 @@
 #pragma once
-// Gradients of O = softmax(S) V, S = scale * Q K^T + B:
+// Gradients of O = softmax(S) V, S = scale * Q K^T + B, or S = c * tanh(scale / c * Q K^T) + B:
 //   P = exp(S - lse),  dV = P^T dO,  dS = P (dO V^T - delta),  delta = rowsum(dO O) - dlse,
 //   dK = scale * dS^T Q,  dQ = scale * dS K,  dB = dS.
+// With a softcap c, dK and dQ take dS (1 - tanh^2), and dB takes dS.
 // With dropout dV takes the P that were kept, times the factor of dropout, and so does dO V^T in
 // dS.
 //
@@ -137,7 +138,8 @@ __device__ __forceinline__ void add_to_query_gradient(const AttentionBackwardPar
   }
 }
 
-// Unmasked: without mask, ranges and dropout. kHasTurns: blocks take turns at dQ, or dQ is whole.
+// Unmasked: without mask, ranges and dropout. kHasTurns: blocks take turns at dQ, or dQ is
+// whole.
 template <class T, BiasKind kBias, bool kIsUnmasked, bool kHasTurns, int kIndex>
 __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
                                   kAttentionBackwardTiles[kIndex].blocks_per_sm)
@@ -229,6 +231,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     }
     const FirstScore at{batch, head, query, first_key};
     typename Memory::Scores weights = {}, gradients = {};
+    [[maybe_unused]] SlopesOfScores<T, kM, Memory::kN> slopes;
     const uint32_t stage =
         memory + Memory::kLayout.stages + stage_of(step) * Memory::kLayout.stage_bytes;
     const BackwardWarp warp(Memory::kSide);
@@ -237,11 +240,16 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
         {memory, memory + Memory::kLayout.values, stage, stage + QueryTile::kBytes,
          rows + step % 2 * kQueries},
         warp, excluded, weights, gradients,
-        [&](typename Memory::Scores& products) {
+        [&](typename Memory::Scores& scores) {
+          if constexpr (kBias == BiasKind::kSoftcap) slopes.take(scores);
           typename Memory::Bias{params, shared_memory + Memory::kLayout.bias}.template add_to<true>(
-              products, warp.query, warp.key);
+              scores, warp.query, warp.key);
         },
         [] {});
+    // A bias takes its gradient before a softcap's slopes join.
+    constexpr bool kIsBent = kBias == BiasKind::kSoftcap;
+    const bool bends_late = kIsBent && is_made_beside_keys(params.bias_gradient_kind);
+    if (kIsBent && !bends_late) slopes.apply(gradients);
     share_scores<T, ScoreTile, !kIsUnmasked>(shared_memory + Memory::kLayout.weights, weights);
     share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, gradients);
     const auto with_gradient = [&](auto&& body) {
@@ -261,6 +269,12 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     with_gradient([&](auto policy) {
       policy.take_shared(params, at, shared_memory + Memory::kLayout.scores);
     });
+    if (bends_late) {
+      slopes.apply(gradients);
+      __syncthreads();  // gradients of all logits are used up
+      share_scores<T, ScoreTile>(shared_memory + Memory::kLayout.scores, gradients);
+      __syncthreads();
+    }
     {
       const BackwardWarp warp(Memory::kSide);
       const int column = slice + warp.half * kHalfSlice;

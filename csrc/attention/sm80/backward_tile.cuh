@@ -9,6 +9,7 @@
 #include "../dropping.cuh"
 #include "../exclusion.cuh"
 #include "../layout.h"
+#include "../softcap.cuh"
 #include "tile.cuh"
 
 namespace megasoftmax {
@@ -65,7 +66,7 @@ struct FirstScore {
   int batch, head, query, key;
 };
 
-// Computes weights and gradients of scores. Dropped weights are negative. Calls add_bias(products),
+// Computes weights and gradients of logits. Dropped weights are negative. Calls add_bias(scores),
 // and `between` when queries and keys are not needed any more. If not kAreOfScores, gradients lack
 // the factor |weight|, and the caller excludes. Returns whether delta is finite.
 template <class T, BiasKind kBias, bool kIsUnmasked, bool kAreOfScores, class Memory, class AddBias,
@@ -80,11 +81,12 @@ __device__ __forceinline__ bool find_score_gradients(
   using QueryTile = typename Memory::QueryTile;
   multiply_rows<T, Memory::kDim>(weights, FragmentsDown<KeyTile>({step.keys}, warp.key),
                                  FragmentsAcross<QueryTile>({step.queries}, warp.query));
+  if constexpr (kBias == BiasKind::kSoftcap) cap_products<T>(params, weights);
   add_bias(weights);
   between();
   multiply_rows<T, Memory::kDim>(gradients, FragmentsDown<KeyTile>({step.values}, warp.key),
                                  FragmentsAcross<QueryTile>({step.gradients}, warp.query));
-  const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
+  const float to_logit = kBias == BiasKind::kNone ? params.logit_scale : 1.f;
   const RowOfBackward* const columns = step.rows + warp.query + FirstElement().column;
   bool is_finite = true;
   if constexpr (!kAreOfScores) {

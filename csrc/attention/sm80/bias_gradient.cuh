@@ -237,7 +237,7 @@ __device__ __forceinline__ void with_bias_gradient(const AttentionBackwardParams
   if constexpr (kBias != BiasKind::kNone) {
     constexpr bool kIsAlwaysFloat = sizeof(typename ScoreTile::Element) == 4;
     const bool is_float =
-        kIsAlwaysFloat || (kBias == BiasKind::kAny && params.bias.type == DType::kFloat32);
+        kIsAlwaysFloat || (has_float_tile(kBias) && params.bias.type == DType::kFloat32);
     const auto bias_head = [&] {
       int batch, head;
       params.entry_of_bias(at.batch, at.head, batch, head);

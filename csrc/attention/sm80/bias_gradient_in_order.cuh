@@ -193,15 +193,15 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
           {at, at + kLayout.values, at + kLayout.queries, at + kLayout.gradients,
            reinterpret_cast<const RowOfBackward*>(memory + kLayout.rows)},
           warp, excluded, weights, gradients,
-          [&](typename Memory::Scores& products) {
+          [&](typename Memory::Scores& scores) {
             if constexpr (Memory::kHoldsBias) {
 #pragma unroll
               for (int i = 0; i < 4 * kM * kN; ++i) {
-                float& product = products[i / (4 * kN)][i / 4 % kN][i % 4];
-                product = fmaf(product, params.scale, held_bias[i / (4 * kN)][i / 4 % kN][i % 4]);
+                float& score = scores[i / (4 * kN)][i / 4 % kN][i % 4];
+                score = fmaf(score, params.logit_scale, held_bias[i / (4 * kN)][i / 4 % kN][i % 4]);
               }
             } else {
-              bias.template add_to<true>(products, warp.query, warp.key);
+              bias.template add_to<true>(scores, warp.query, warp.key);
             }
           },
           between);

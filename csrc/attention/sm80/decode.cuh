@@ -12,6 +12,7 @@
 #include "../layout.h"
 #include "../online_softmax.cuh"
 #include "../parts.cuh"
+#include "../softcap.cuh"
 #include "tile.cuh"
 
 namespace megasoftmax {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void find_excluded(const AttentionForwardParams& para
   }
 }
 
-// Turns products into logits.
+// Turns scores into logits.
 template <int kN>
 __device__ __forceinline__ void add_biases(Accumulators<1, kN>& scores, float scale,
                                            const Accumulators<1, kN>& biases) {
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   }
 
   float output[1][kColumns][4] = {};
-  OnlineSoftmax<1> softmax(params.scale);
+  OnlineSoftmax<1> softmax(params.logit_scale);
 #pragma unroll 1
   for (int step = 0; begin + (step * kWarps + warp) * kDecodeKeys < end; ++step) {
     const int key = begin + (step * kWarps + warp) * kDecodeKeys;
@@ -254,7 +255,8 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
       multiply_add<T>(scores[0][0], queries[i], pair[0], pair[1]);
       multiply_add<T>(scores[0][1], queries[i], pair[2], pair[3]);
     }
-    if constexpr (kHasBias) add_biases(scores, params.scale, biases);
+    if (params.softcap.is_given()) cap_products<T>(params, scores);
+    if constexpr (kHasBias) add_biases(scores, params.logit_scale, biases);
     excluded.apply(scores, -INFINITY);
     softmax.template step<kHasBias>(scores, output);
     multiply_weights<T>(output, scores, FragmentsDown<Rows>(Rows{keys.address + Rows::kBytes}, 0));

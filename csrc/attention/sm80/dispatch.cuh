@@ -24,6 +24,8 @@ cudaError_t with_bias_kind(const AttentionParams& params, Body&& body) {
       break;
     case BiasKind::kAny:
       return body.template operator()<BiasKind::kAny>();
+    case BiasKind::kSoftcap:
+      return body.template operator()<BiasKind::kSoftcap>();
   }
   return cudaErrorInvalidValue;
 }
@@ -90,11 +92,11 @@ cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t strea
   return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
     return with_tile<T, kAttentionForwardTiles, kBias>(plan.tile, [&]<int kIndex>() {
       using Memory = ForwardMemory<T, kBias, kIndex>;
-      return launch_tiles(is_unmasked(params) ? attention_forward_kernel<T, kBias, true, kIndex>
-                                              : attention_forward_kernel<T, kBias, false, kIndex>,
-                          plan.splits.count * plan.row_tiles, plan.heads, params.batches,
-                          Memory::kThreads, Memory::kLayout.bytes(plan.bias_stages), stream,
-                          params);
+      return launch_tiles(
+          is_unmasked(params) ? attention_forward_kernel<T, kBias, may_be_unmasked(kBias), kIndex>
+                              : attention_forward_kernel<T, kBias, false, kIndex>,
+          plan.splits.count * plan.row_tiles, plan.heads, params.batches, Memory::kThreads,
+          Memory::kLayout.bytes(plan.bias_stages), stream, params);
     });
   });
 }
@@ -115,8 +117,9 @@ cudaError_t launch_backward(Sm80, const BackwardLaunch& launch, cudaStream_t str
           const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
           const auto launch_kernel = [&]<bool kHasTurns>() {
             return launch_tiles(
-                is_unmasked(params) ? attention_backward_kernel<T, kBias, true, kHasTurns, kIndex>
-                                    : attention_backward_kernel<T, kBias, false, kHasTurns, kIndex>,
+                is_unmasked(params)
+                    ? attention_backward_kernel<T, kBias, may_be_unmasked(kBias), kHasTurns, kIndex>
+                    : attention_backward_kernel<T, kBias, false, kHasTurns, kIndex>,
                 key_tiles * Memory::kSlices, params.key_heads, params.batches, Memory::kThreads,
                 Memory::kLayout.bytes(plan.stages), stream, params);
           };

@@ -15,6 +15,7 @@
 #include "../layout.h"
 #include "../online_softmax.cuh"
 #include "../parts.cuh"
+#include "../softcap.cuh"
 #include "../tile_of_queries.cuh"
 #include "tile.cuh"
 
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
       bias_tile_of(stage).template start_copy<kThreads>(bias_rows + key, params.bias.query_stride,
                                                         params.queries - first_query,
                                                         params.keys - key);
-    } else if constexpr (kBias == BiasKind::kAny) {
+    } else if constexpr (has_float_tile(kBias)) {
       const TileOfQueries block(params, kQueries);
       bias.template fill<kThreads>(block.batch, block.head, block.first_query, key);
     }
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   };
 
   float output[kM][kColumns][4] = {};
-  OnlineSoftmax<kM> softmax(params.scale);
+  OnlineSoftmax<kM> softmax(params.logit_scale);
   if (begin < end) {
     copy_keys(begin);
     copy_bias(begin, 0);
@@ -146,8 +147,9 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
     }
     float scores[kM][kN][4] = {};
     multiply_rows<T, kDim>(scores, query_fragments, key_fragments);
+    if constexpr (kBias == BiasKind::kSoftcap) cap_products<T>(params, scores);
     if constexpr (kBias == BiasKind::kTile) {
-      add_bias(scores, params.scale,
+      add_bias(scores, params.logit_scale,
                TileBias<T, false, BiasTile>(bias_tile_of(bias_stage), warp_row, 0));
     } else {
       bias.template add_to<false>(scores, warp_row, 0);

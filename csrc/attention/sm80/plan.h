@@ -192,7 +192,7 @@ inline KeySplits decode_splits(const AttentionParams& params, const Device& devi
 inline int small_tile(const AttentionParams& params, const Device& device, bool is_backward) {
   const bool has_bias = params.bias.data != nullptr;
   if (params.rows() == 0 || size_of(params.query.type) != 2 || params.is_relative ||
-      params.dropout.is_given() || params.heads != params.key_heads ||
+      params.dropout.is_given() || params.softcap.is_given() || params.heads != params.key_heads ||
       params.queries <= kMaxDecodeQueries || params.keys == 0 ||
       params.members_of_bias() < (has_bias ? kFewestSmallMembers : kFewestSmallHeads))
     return -1;

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
   }
   wait_for_copies();
   __syncthreads();
-  const float to_logit = kBias == BiasKind::kNone ? params.scale : 1.f;
+  const float to_logit = kBias == BiasKind::kNone ? params.logit_scale : 1.f;
   float query_gradient[1][kColumns][4] = {};
   KeyTiles<kQueries, kKeys> tiles;
   const auto block = [&] {
@@ -91,6 +91,11 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
     }
     multiply_rows<T, kDim>(weights, FragmentsDown<QueryTile>(query_tile, warp_row),
                            FragmentsAcross<KeyTile>(key_tile, 0));
+    [[maybe_unused]] SlopesOfScores<T, 1, kN> slopes;
+    if constexpr (kBias == BiasKind::kSoftcap) {
+      cap_products<T>(params, weights);
+      slopes.take(weights);
+    }
     bias.template add_to<false>(weights, warp_row, 0);
     if (params.dropout.seed != nullptr)
       Dropping<false>(params, batch, head).clear(gradients, first_query + warp_row, key);
@@ -106,6 +111,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
                           : fmaf(gradients[0][n][i], params.dropout.factor, -row.delta) * weight;
       }
     }
+    if constexpr (kBias == BiasKind::kSoftcap) slopes.apply(gradients);
     excluded.apply(gradients, 0.f);
     multiply_weights<T>(query_gradient, gradients, FragmentsDown<KeyTile>(key_tile, 0));
     __syncthreads();  // keys, values and bias are used up

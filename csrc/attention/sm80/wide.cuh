@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 
   const bool has_columns = 64 * warp < params.value_dim;
   float output[kM][8][4] = {};
-  OnlineSoftmax<1> softmax(params.scale);
+  OnlineSoftmax<1> softmax(params.logit_scale);
 #pragma unroll 1
   for (int step = 0; begin + step * kWideKeys < end; ++step) {
     wait_for_copies();
@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
           }
         }
       }
-      if constexpr (kHasBias) add_biases(scores, params.scale, biases);
+      if (params.softcap.is_given()) cap_products<T>(params, scores);
+      if constexpr (kHasBias) add_biases(scores, params.logit_scale, biases);
       excluded.apply(scores, -INFINITY);
       float factor[2] = {1.f, 1.f};
       softmax.template weigh<kHasBias>(scores,

@@ -100,7 +100,7 @@ __device__ __forceinline__ void start_wide_sum(float (&sum)[kColumns][4],
   end_products();
 }
 
-template <class T, bool kIsUnmasked, int kIndex>
+template <class T, bool kHasSoftcap, bool kIsUnmasked, int kIndex>
 __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     attention_hopper_wide_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
                                           const __grid_constant__ BackwardTensorMaps maps) {
@@ -279,13 +279,19 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
       load_excluded();
       wait_for_products<0>();
       touch(weights);
+      using Scores = Accumulators<1, 8>;
+      [[maybe_unused]] SlopesOfScores<T, 1, 8> slopes;
+      if constexpr (kHasSoftcap) {
+        cap_products<T>(params, reinterpret_cast<Scores&>(weights));
+        slopes.take(reinterpret_cast<Scores&>(weights));
+      }
       const RowOfBackward* const rows = rows_of(stage);
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const RowOfBackward& row = rows[column_offset(i / 4, i)];
         float& weight = weights[i / 4][i % 4];
-        weight =
-            exp2_approximate(fmaf(fmaf(weight, params.scale, -row.max), kLog2E, -row.log2_sum));
+        weight = exp2_approximate(
+            fmaf(fmaf(weight, params.logit_scale, -row.max), kLog2E, -row.log2_sum));
       }
       // Dropped weights become negative.
       if (!kIsUnmasked && params.dropout.seed != nullptr) {
@@ -296,11 +302,13 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
               negate_below(pair[0], pair[1], halves, dropping.least);
             });
       }
-      excluded[0].apply(reinterpret_cast<Accumulators<1, 8>&>(weights), 0.f);
+      excluded[0].apply(reinterpret_cast<Scores&>(weights), 0.f);
 #pragma unroll
       for (int i = 0; i < 4; ++i) as_matrix_a<T, !kIsUnmasked>(rounded[i], weights, i);
       memory.gradients_are_there(stage).wait(parity_of(step));
       start_wide_sum<T>(value_gradient, rounded, memory.gradients(stage));
+      // Weights that the other warpgroup multiplies have a softcap's slopes.
+      if constexpr (kHasSoftcap) slopes.apply(reinterpret_cast<Scores&>(weights));
       memory.weights_are_used().wait((step & 1) ^ 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -71,6 +71,8 @@ cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
       return body.template operator()<HopperBias::kTile>();
     case HopperBias::kTable:
       return body.template operator()<HopperBias::kTable>();
+    case HopperBias::kSoftcap:
+      return body.template operator()<HopperBias::kSoftcap>();
   }
   return cudaErrorInvalidValue;
 }
@@ -143,7 +145,8 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
 template <class T, HopperBias kBias, HopperMask kMask, int kIndex, bool kHasTurns = false>
 constexpr auto hopper_backward_kernel() {
   if constexpr (kAttentionHopperBackwardTiles[kIndex].is_wide()) {
-    return attention_hopper_wide_backward_kernel<T, kMask == HopperMask::kNone, kIndex>;
+    return attention_hopper_wide_backward_kernel<T, kBias == HopperBias::kSoftcap,
+                                                 kMask == HopperMask::kNone, kIndex>;
   } else {
     return attention_hopper_backward_kernel<T, kBias, kMask, kHasTurns, kIndex>;
   }
@@ -208,7 +211,8 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
           }
         }
         const auto launch_kernel = [&]<bool kHasTurns>() {
-          constexpr HopperMask kKeyMask = kHasTurns ? HopperMask::kAny : HopperMask::kKeys;
+          constexpr bool kHasKernel = !kHasTurns && kBias != HopperBias::kSoftcap;
+          constexpr HopperMask kKeyMask = kHasKernel ? HopperMask::kKeys : HopperMask::kAny;
           const HopperMask mask = hopper_mask(params);
           return launch_with_maps(
               mask == HopperMask::kNone

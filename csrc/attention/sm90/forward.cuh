@@ -13,6 +13,7 @@
 #include "../online_softmax.cuh"
 #include "../parts.cuh"
 #include "../sm80/tile.cuh"
+#include "../softcap.cuh"
 #include "forward/block.cuh"
 #include "forward/copy.cuh"
 #include "forward/find_and_fill.cuh"
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   using Queries = typename Roles::Queries;
   constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
-  constexpr bool kHasBias = kBias != HopperBias::kNone, kHasTile = kBias == HopperBias::kTile;
+  constexpr bool kHasBias = is_bias(kBias), kHasTile = kBias == HopperBias::kTile;
   WorkOfBlock work(params);
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     float scores[1][kN][4];
     uint32_t weights[kSteps][4];
     float factors[2];
-    OnlineSoftmax<1> softmax(params.scale);
+    OnlineSoftmax<1> softmax(params.logit_scale);
 
     const auto start_scores = [&](int stage) {
       const uint64_t a = matrix_at(memory.queries(turn, warpgroup), 16),
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       wait_for_loads(words);
       release(memory.bias_is_used(stage, warpgroup));
     };
-    // Turns products of a half of the rows into logits.
+    // Turns scores of a half of the rows into logits.
     const auto add_bias_of = [&](const Tiles& tiles, int half) {
       if constexpr (!kLoadsBiasAhead)
         load_bias(half == 0 ? wait_for_bias(tiles) : tiles.step % Memory::kBiasStages, half);
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& score = scores[0][n][2 * half + i];
-          score = fmaf(score, params.scale, bias[half][n / 4][n % 4 * 2 + i]);
+          score = fmaf(score, params.logit_scale, bias[half][n / 4][n % 4 * 2 + i]);
         }
       }
     };
@@ -201,10 +202,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     };
     const auto add_all_bias_of = [&](const Tiles& tiles) {
       if constexpr (kLoadsPairsAhead) {
-        pairs.add_to(scores[0], params.scale);
+        pairs.add_to(scores[0], params.logit_scale);
       } else if constexpr (Memory::kIsTable) {
         const int stage = wait_for_bias(tiles);
-        add_bias(scores, params.scale,
+        add_bias(scores, params.logit_scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
                               64 * warpgroup + 16 * warp_in_group));
       } else {
@@ -258,11 +259,12 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
       return is_cut || tiles.may_exclude();
     };
-    // Turns scores into weights, and scales the earlier sums, after finish_output has waited for
+    // Turns products into weights, and scales the earlier sums, after finish_output has waited for
     // them.
     const auto weigh = [&]<bool kIsFirst>(const Tiles& tiles, bool excludes,
                                           Excluded<1, kN>& excluded, auto&& finish_output) {
       release(memory.keys_are_used(tiles.step % kStages));
+      if constexpr (kBias == HopperBias::kSoftcap) cap_products<T>(params, scores);
       if constexpr (kHasBias) add_all_bias_of(tiles);
       if (excludes) {
         if constexpr (kIsUnmasked) {

@@ -14,20 +14,26 @@ inline bool takes_tensor_copies(const Strided& tensor, int64_t batches, int64_t 
          (rows == 1 || tensor.query_stride != 0);
 }
 
-// What Hopper's kernels take as a bias.
+// What Hopper's kernels take as a bias, or in its place.
 enum class HopperBias {
   kNone,
-  kTile,   // by tensor copies
-  kTable,  // a relative one, of any element type and strides
+  kTile,     // by tensor copies
+  kTable,    // a relative one, of any element type and strides
+  kSoftcap,  // none, but a softcap
 };
+constexpr bool is_bias(HopperBias bias) {
+  return bias == HopperBias::kTile || bias == HopperBias::kTable;
+}
 
 inline HopperBias hopper_bias(const AttentionParams& params) {
+  if (params.softcap.is_given()) return HopperBias::kSoftcap;
   if (params.bias.data == nullptr) return HopperBias::kNone;
   return params.is_relative ? HopperBias::kTable : HopperBias::kTile;
 }
 
 // Tensor copies need a 16-bit bias with an entry for each query and key. A copy can align its rows.
 inline bool takes_hopper_bias(const AttentionParams& params) {
+  if (params.softcap.is_given()) return params.bias.data == nullptr;
   if (hopper_bias(params) != HopperBias::kTile) return true;
   return has_dense_rows(params) && takes_tensor_copies(params.bias, params.bias_batches(),
                                                        params.bias_heads(), params.queries);
@@ -40,9 +46,11 @@ inline bool reads_in_place(const AttentionParams& params) {
 // Whether kernels of a tile take such a bias. Forward, shared memory must have room for it.
 // Backward, the kernel of wide tiles takes none.
 constexpr bool takes_bias(const AttentionHopperTile& tile, HopperBias bias) {
+  if (bias == HopperBias::kSoftcap) return tile.takes_softcap();
   return bias != HopperBias::kTile || tile.bias_stages > 0;
 }
 constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bias) {
+  if (bias == HopperBias::kSoftcap) return tile.takes_softcap();
   return bias == HopperBias::kNone || !tile.is_wide();
 }
 
@@ -52,9 +60,9 @@ enum class HopperMask {
   kKeys,  // of keys alone, as one more step of the product of queries and keys
   kAny,   // masks, ranges, dropout
 };
-// Whether a tile has room for a mask of keys beside the bias.
+// Whether a tile has room for a mask of keys beside the bias. A softcap would cap -infinity.
 constexpr bool takes_key_mask(const AttentionHopperTile& tile, HopperBias bias) {
-  return bias != HopperBias::kTile || tile.head_dim <= 64;
+  return bias != HopperBias::kSoftcap && (bias != HopperBias::kTile || tile.head_dim <= 64);
 }
 inline HopperMask hopper_mask(const AttentionParams& params) {
   if (params.visible.are_given() || params.dropout.is_given()) return HopperMask::kAny;
@@ -67,12 +75,13 @@ inline HopperMask hopper_mask(const AttentionForwardParams& params,
   return mask == HopperMask::kKeys && !takes_key_mask(tile, hopper_bias(params)) ? HopperMask::kAny
                                                                                  : mask;
 }
-// Backward, a block has keys of all heads that share them. Turns have no kernels for it.
+// Backward, a block has keys of all heads that share them. Turns and softcaps have no kernels for
+// it.
 inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
   const HopperMask mask = hopper_mask(static_cast<const AttentionParams&>(params));
   const bool is_of_keys = params.heads_per_key_head.divisor == 1 || params.mask.head_stride == 0;
-  return mask == HopperMask::kKeys && (!is_of_keys || params.turns != nullptr) ? HopperMask::kAny
-                                                                               : mask;
+  const bool has_kernel = params.turns == nullptr && !params.softcap.is_given();
+  return mask == HopperMask::kKeys && !(is_of_keys && has_kernel) ? HopperMask::kAny : mask;
 }
 
 // The first tile of a table that holds the head dimensions and takes the bias, or -1.

@@ -37,7 +37,7 @@ struct BiasGradientSums {
 template <HopperBias kBias, int kIndex>
 struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile =
-      kBias == HopperBias::kNone
+      !is_bias(kBias)
           ? kAttentionHopperBackwardTiles[kIndex]
           : kAttentionHopperBackwardTiles[kIndex].with_bias(kBias == HopperBias::kTable);
   static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim;
@@ -104,7 +104,7 @@ struct HopperBackwardMemory {
       kBitsAt + (kExchangesBits ? kWarpgroups * KeptBits::kBytes : 0);
   static constexpr int kBiasBarrier = 1 + 2 * kStages;
   static constexpr int kBytes =
-      kBarriersAt + 8 * (kBiasBarrier + (kBias == HopperBias::kNone ? 0 : 6 + 2 * kSentParts));
+      kBarriersAt + 8 * (kBiasBarrier + (!is_bias(kBias) ? 0 : 6 + 2 * kSentParts));
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
   // Warps that sum the gradient of a bias.
   static constexpr int kSummingWarps = kBias == HopperBias::kTable ? DiagonalSums::kWarps : 3;
@@ -177,7 +177,7 @@ struct HopperBackwardMemory {
       stage_is_there(stage).init(kBias == HopperBias::kTable ? 2 : 1);
       stage_is_used(stage).init(4 * kWarpgroups);
     }
-    for (int buffer = 0; buffer < (kBias == HopperBias::kNone ? 0 : 2); ++buffer) {
+    for (int buffer = 0; buffer < (!is_bias(kBias) ? 0 : 2); ++buffer) {
       bias_is_there(buffer).init(1);
       scores_are_used(buffer).init((kBias == HopperBias::kTile ? 1 : 0) +
                                    (sums.is_added || sums.has_diagonals ? kSummingWarps : 0) +

@@ -8,6 +8,7 @@
 #include "../../dropping.cuh"
 #include "../../exclusion.cuh"
 #include "../../sm80/tile.cuh"
+#include "../../softcap.cuh"
 #include "../../turns.cuh"
 #include "../kept_bits.cuh"
 #include "block.cuh"
@@ -24,6 +25,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   auto tiles = block.tiles;
   extern __shared__ __align__(1024) char shared_memory[];
   constexpr int kN = kQueries / 8, kSteps = kQueries / 16;
+  constexpr bool kHasSoftcap = kBias == HopperBias::kSoftcap;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
   const bool is_first_of_group = threadIdx.x % 128 == 0;
@@ -120,7 +122,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   };
   // Products leave little of the bandwidth of shared memory. So the rows of the first columns are
   // loaded while products run, if registers have room.
-  constexpr int kEightsAhead = kBias != HopperBias::kNone ? 0 : kIsUnmasked ? 8 : 4;
+  constexpr int kEightsAhead = is_bias(kBias) ? 0 : kIsUnmasked && !kHasSoftcap ? 8 : 4;
   float2 rows_ahead[std::max(2 * kEightsAhead, 1)], deltas_ahead[std::max(kEightsAhead, 1)];
   const auto row_at = [](const RowOfBackward* rows, int column) {
     const RowOfBackward& row = rows[column_offset(column / 2, column)];
@@ -167,18 +169,24 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     publish_writes();
     sync_warpgroups<kWarpgroups>();
   };
-  // Turns scores into weights. Dropped weights become negative.
+  using Scores = Accumulators<1, kN>;
+  [[maybe_unused]] SlopesOfScores<T, 1, kN> slopes;
+  // Turns products into weights. Dropped weights become negative.
   const auto weigh = [&](int stage, int step, int head, int query) {
+    if constexpr (kHasSoftcap) {
+      cap_products<T>(params, reinterpret_cast<Scores&>(weights));
+      slopes.take(reinterpret_cast<Scores&>(weights));
+    }
     if constexpr (kHasTile) {
       memory.bias_is_there(step % 2).wait(step / 2 & 1);
-      add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights), params.scale,
+      add_bias(reinterpret_cast<Scores&>(weights), params.logit_scale,
                TileBias<T, true, Panel>(panel_of(step % 2), 0, 16 * warp_in_group));
     } else if constexpr (kHasTable) {
-      add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights), params.scale,
+      add_bias(reinterpret_cast<Scores&>(weights), params.logit_scale,
                DiagonalBias(Memory::diagonals(shared_memory, stage),
                             64 * warpgroup + 16 * warp_in_group));
     }
-    const float to_logit = kBias == HopperBias::kNone ? params.scale : 1.f;
+    const float to_logit = is_bias(kBias) ? 1.f : params.logit_scale;
     const RowOfBackward* const rows = rows_of(stage);
 #pragma unroll
     for (int column = 0; column < 2 * kN; ++column) {
@@ -216,7 +224,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       as_matrix_a<T, !kIsUnmasked>(rounded_weights[step], weights, step);
     start_value_gradient(memory.gradients(stage));
   };
-  // Turns gradients of weights into gradients of scores.
+  // Turns gradients of weights into gradients of logits, and those into gradients of products, but
+  // for the scale.
   const auto find_score_gradients_of = [&](int stage) {
     const RowOfBackward* const rows = rows_of(stage);
     // Not 0 if a delta is not finite, or, with a mask or ranges, a gradient.
@@ -243,6 +252,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
         if (weights[i / 4][i % 4] == 0.f) gradients[i / 4][i % 4] = 0.f;
       }
     }
+    if constexpr (kHasSoftcap) slopes.apply(reinterpret_cast<Scores&>(gradients));
   };
   // Writes gradients of scores to where products of both warpgroups read them.
   const auto share_gradients = [&](int buffer) {

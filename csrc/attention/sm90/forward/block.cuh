@@ -14,7 +14,7 @@ struct HopperForward {
   using Memory = HopperMemory<kBias, kIndex>;
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
-  static constexpr bool kHasBias = kBias != HopperBias::kNone;
+  static constexpr bool kHasBias = is_bias(kBias);
   static constexpr bool kHasTile = kBias == HopperBias::kTile;
   using TilesToCopy = TilesOfBlock<kQueries, kKeys, kMask>;
   using Tiles = std::conditional_t<kIsUnmasked, TilesToCopy, FollowedTiles>;

@@ -132,8 +132,7 @@ struct HopperMemory {
   static constexpr int kBiasPanelBytes = 64 * 128;
   static constexpr int kBiasBytes = kIsTable ? Diagonals::kBytes : kKeys / 64 * kBiasPanelBytes;
   static constexpr int kBiasTilesOfStage = kWarpgroups / kBiasSharers;
-  static constexpr int kBiasTiles =
-      kBias == HopperBias::kNone ? 0 : kBiasStages * kBiasTilesOfStage;
+  static constexpr int kBiasTiles = !is_bias(kBias) ? 0 : kBiasStages * kBiasTilesOfStage;
   static constexpr int kBarriersAt = kBiasAt + kBiasTiles * kBiasBytes;
   static constexpr int kBiasBarrier = 5 + 4 * kStages;
   using Assignment = AssignedTile<kQueries>;  // two, in turn
