@@ -84,7 +84,7 @@ struct ProbabilitiesMadeAgain {
       scores[i] = Pack<T>::round(p[0]);
       kept.drop(i, gradients[i]);
       sum += dot(gradients[i], scores[i]);
-      if (!kOfScores || !params.softcap.is_given()) continue;
+      if (!kOfScores || !Bias::kPresent || !params.softcap.is_given()) continue;
       float slopes[kElements];
       find_slopes(raw[0], params.softcap, slopes);
 #pragma unroll
