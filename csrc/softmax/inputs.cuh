@@ -68,7 +68,8 @@ struct ProbabilitiesMadeAgain {
     constexpr int kStride = kLanes * kElements;
     const int first = extent.first_column, end = extent.end;
     const int column = first + static_cast<int>(threadIdx.x % kLanes) * kElements;
-    const auto kept = entries.template of_tile<kLanes, kIsPair, kElements, kVectors>(first, end);
+    const auto kept =
+        entries.template of_tile<kLanes, kIsPair, kElements, kVectors, Bias::kPresent>(first, end);
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
