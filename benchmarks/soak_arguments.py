@@ -298,7 +298,7 @@ def _megatron(fusion: bool) -> torch.nn.Module:
     return megasoftmax.FusedScaleMaskSoftmax(False, False, "causal", fusion, _fill, True, 0.5)
 
 
-OF_ROWS = "scale, mask, fused, dtype, return_lse: flag"
+OF_ROWS = "scale, softcap, mask, fused, dtype, return_lse: flag"
 OF_PAIRS = "scale, causal: flag, window, sink, fused, dropout, seed"
 QKV = "query, key, value"
 LIMITS = "mask: attention mask, visible, bias: any bias"
@@ -320,11 +320,11 @@ FUNCTIONS = {
         "gradient: scores, probabilities: scores",
         "scale, causal: flag, visible",
     ),
-    "attention": _public("attention", QKV, f"{OF_PAIRS}, {LIMITS}, return_lse: flag"),
+    "attention": _public("attention", QKV, f"{OF_PAIRS}, softcap, {LIMITS}, return_lse: flag"),
     "attention_varlen": _public(
         "attention_varlen",
         "query: packed query, key: packed key, value: packed value, cu_seqlens_q: offsets",
-        f"{OF_PAIRS}, cu_seqlens_k: offsets, bias: relative bias, return_lse: flag",
+        f"{OF_PAIRS}, softcap, cu_seqlens_k: offsets, bias: relative bias, return_lse: flag",
     ),
     "scaled_dot_product_attention": _public(
         "scaled_dot_product_attention",

@@ -15,11 +15,12 @@ inline constexpr int kMaxDropped = 31744;
 // Queries, and keys, of a tile of the block mask.
 inline constexpr int kMaskTile = 64;
 // What a thread may spill, in bytes: bounds and sums that are needed once for a tile, beside its
-// products. With more registers for them fewer blocks would run at a time.
-inline constexpr int kMaxSpilledBytes = 200;
+// products, and slopes of a softcap. With more registers for them fewer blocks would run at a time.
+inline constexpr int kMaxSpilledBytes = 220;
 // What a thread of Hopper's kernels may spill. Warps that copy, fill tables or add up gradients of
-// a bias have 24 to 40 registers each, and products do not wait for them. The others keep to 200,
-// except for a head dimension of 64 with a bias beside a mask, ranges or dropout.
+// a bias have 24 to 40 registers each, and products do not wait for them. The others keep to 220,
+// except for a head dimension of 64 with a softcap, or with a bias beside a mask, ranges or
+// dropout.
 inline constexpr int kHopperMaxSpilledBytes = 700;
 // What a thread may spill in kernels of small heads: sums of the gradient of a bias for 144 keys,
 // each of which is read and written once in the time of a head.

@@ -102,8 +102,8 @@ class KeptEntries {
 
   // Bits of the vectors from column `first` of a BlockGrid on, which kLanes lanes take in turn.
   // They are unspecified from `end` on. kIsPair: the two rows of a warp lie 8 apart, and `first` is
-  // the same for both.
-  template <int kLanes, bool kIsPair, int kElements, int kVectors>
+  // the same for both. kMayKeepAll: nothing may be dropped.
+  template <int kLanes, bool kIsPair, int kElements, int kVectors, bool kMayKeepAll = false>
   __device__ KeptBits<kElements * kVectors> of_tile(int first, int end) const {
     static_assert(!kIsPair || kLanes == 16);
     constexpr int kStep = kPlaces / kElements;  // lanes for 8 columns
@@ -113,7 +113,7 @@ class KeptEntries {
     constexpr int kColumnsOfTwoCalls = kLanes * (kIsPair ? 16 : 8);
 
     KeptBits<kElements * kVectors> kept = {};
-    if (complement_ == kDropoutSteps * 0x10001) {  // nothing is dropped
+    if (kMayKeepAll && complement_ == kDropoutSteps * 0x10001) {
 #pragma unroll
       for (uint32_t& word : kept.words) word = ~0u;
       return kept;

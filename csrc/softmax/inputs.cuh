@@ -68,7 +68,8 @@ struct ProbabilitiesMadeAgain {
     constexpr int kStride = kLanes * kElements;
     const int first = extent.first_column, end = extent.end;
     const int column = first + static_cast<int>(threadIdx.x % kLanes) * kElements;
-    const auto kept = entries.template of_tile<kLanes, kIsPair, kElements, kVectors>(first, end);
+    const auto kept =
+        entries.template of_tile<kLanes, kIsPair, kElements, kVectors, Bias::kPresent>(first, end);
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -84,7 +85,7 @@ struct ProbabilitiesMadeAgain {
       scores[i] = Pack<T>::round(p[0]);
       kept.drop(i, gradients[i]);
       sum += dot(gradients[i], scores[i]);
-      if (!kOfScores || !params.softcap.is_given()) continue;
+      if (!kOfScores || !Bias::kPresent || !params.softcap.is_given()) continue;
       float slopes[kElements];
       find_slopes(raw[0], params.softcap, slopes);
 #pragma unroll
