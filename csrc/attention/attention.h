@@ -18,8 +18,8 @@ cudaError_t attention_align_rows(const Strided& rows, int64_t batches, int64_t h
                                  int64_t queries, int columns, void* aligned, cudaStream_t stream);
 
 // A launch is planned once. The plan tells the workspace, which the caller gives by
-// `launch.set_workspace`, and whether a block mask of ranges is read. params.block_mask may be set
-// later.
+// `launch.set_workspace`, and whether a block mask of ranges is read. The layout of
+// params.block_mask is set before, and its words may be set later.
 ForwardLaunch plan_attention_forward(const AttentionForwardParams& params, cudaStream_t stream);
 // params.block_mask is set, and params.bias_gradient_kind as the sizes of the bias ask. The plan
 // decides how it is made.

@@ -110,6 +110,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
       }
     }
     const float factor = Inputs::factor(params);
+    const float scale = Inputs::template scale<!Biases::kPresent>(params);
     const float d = finish_dot(params, row, index.head, owner.sum(mine) * factor,
                                owner.thread() == 0 && is_row);
     if (!is_row) continue;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
             float dz[kElements], dx[kElements];
             logits_gradient(g[i], p[i], factor, d, is_finite, dz);
 #pragma unroll
-            for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
+            for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * scale;
             pack = writer.round(dx);
             if (at < bounds.end) biases.add(i, at, dz);
           }
@@ -272,6 +273,7 @@ __device__ __forceinline__ void backward_in_segments(const BackwardParams& param
   // Writes a row from its sum, which `write_all` does tile by tile.
   const auto write_row = [&](const Taken& of, const Inputs& inputs, float sum, auto&& write_all) {
     const float factor = Inputs::factor(params);
+    const float scale = Inputs::template scale<!Biases::kPresent>(params);
     const float d =
         finish_dot(params, of.row.row, of.row.index.head, sum * factor, owner.is_first_thread());
     with_result_dtype<T>(params.scores_gradient_type, [&](auto tag) {
@@ -284,7 +286,7 @@ __device__ __forceinline__ void backward_in_segments(const BackwardParams& param
         g.clear_where_zero(p);
         logits_gradient(g, p, factor, d, is_finite, dz);
 #pragma unroll
-        for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * params.scale;
+        for (int j = 0; j < kElements; ++j) dx[j] = dz[j] * scale;
       };
       const auto write_tile = [&](int tile, int place, bool is_new) {
         const int first = first_of(of, tile), column = column_of(first);

@@ -28,6 +28,10 @@ struct ProbabilitiesRead {
   // What gradients are multiplied by.
   __device__ static constexpr float factor(const BackwardParams&) { return 1.f; }
 
+  template <bool kOfScores>
+  __device__ static float scale(const BackwardParams& params) {
+    return params.scale;
+  }
   __device__ ProbabilitiesRead(const BackwardParams&, const RowIndex&, const Bounds&,
                                VectorGrid<kPackElements<T>>) {}
 };
@@ -42,8 +46,20 @@ struct ProbabilitiesMadeAgain {
   static constexpr int blocks_per_sm(int of_regime) {
     return Bias::blocks_per_sm(Mask::blocks_per_sm(of_regime));
   }
+  // Probabilities times slopes of a softcap: those of float16 are raised, because it has no small
+  // numbers.
+  static constexpr float kRaise = std::is_same_v<T, __half> ? 16384.f : 1.f;
   __device__ static float factor(const BackwardParams& params) {
     return KeptEntries::factor(params);
+  }
+  template <bool kOfScores>
+  __device__ static bool has_slopes(const BackwardParams& params) {
+    return kOfScores && Bias::kPresent && params.softcap.is_given();
+  }
+  // What makes gradients of scores of those of logits.
+  template <bool kOfScores>
+  __device__ static float scale(const BackwardParams& params) {
+    return has_slopes<kOfScores>(params) ? params.scale / kRaise : params.scale;
   }
 
   const BackwardParams& params;
@@ -85,11 +101,11 @@ struct ProbabilitiesMadeAgain {
       scores[i] = Pack<T>::round(p[0]);
       kept.drop(i, gradients[i]);
       sum += dot(gradients[i], scores[i]);
-      if (!kOfScores || !Bias::kPresent || !params.softcap.is_given()) continue;
+      if (!has_slopes<kOfScores>(params)) continue;
       float slopes[kElements];
       find_slopes(raw[0], params.softcap, slopes);
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) slopes[j] *= p[0][j];
+      for (int j = 0; j < kElements; ++j) slopes[j] *= kRaise * p[0][j];
       scores[i] = Pack<T>::round(slopes);
     }
     return sum;

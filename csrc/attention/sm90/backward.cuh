@@ -49,8 +49,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   using Roles = HopperBackward<T, kBias, kMask, kIndex>;
   typename Roles::Block block{first_key, key_head, batch, {params, batch, key_head, first_key}};
   if constexpr (Roles::kMasksKeys) {
+    static_assert(Memory::kKeys == 2 * kMaskTile);
     const int tile = first_key / kMaskTile;
-    if (!is_seen(params, batch, block.tiles.head, 0, tile) &&
+    if (block.tiles.are_left() && !is_seen(params, batch, block.tiles.head, 0, tile) &&
         !is_seen(params, batch, block.tiles.head, 0, tile + 1))
       block.tiles.skip_all();
   }

@@ -38,7 +38,7 @@ inline bool takes_hopper_bias(const AttentionParams& params) {
   return has_dense_rows(params) && takes_tensor_copies(params.bias, params.bias_batches(),
                                                        params.bias_heads(), params.queries);
 }
-// Whether they read it as it lies.
+// Whether Hopper's kernels read a bias without a copy.
 inline bool reads_in_place(const AttentionParams& params) {
   return hopper_bias(params) != HopperBias::kTile || has_aligned_rows(params.bias);
 }
@@ -54,10 +54,10 @@ constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bi
   return bias == HopperBias::kNone || !tile.is_wide();
 }
 
-// What kernels of the forward look at beside length and window.
+// What kernels look at beside length and window.
 enum class HopperMask {
   kNone,
-  kKeys,  // of keys alone, as one more step of the product of queries and keys
+  kKeys,  // a mask of keys; forward, as one more step of the product of queries and keys
   kAny,   // masks, ranges, dropout
 };
 // Whether a tile has room for a mask of keys beside the bias. A softcap would cap -infinity.
@@ -75,8 +75,8 @@ inline HopperMask hopper_mask(const AttentionForwardParams& params,
   return mask == HopperMask::kKeys && !takes_key_mask(tile, hopper_bias(params)) ? HopperMask::kAny
                                                                                  : mask;
 }
-// Backward, a block has keys of all heads that share them. Turns and softcaps have no kernels for
-// it.
+// Backward, a block serves all heads that share its keys, so their mask must be the same. Turns and
+// softcaps have no kernels for it.
 inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
   const HopperMask mask = hopper_mask(static_cast<const AttentionParams&>(params));
   const bool is_of_keys = params.heads_per_key_head.divisor == 1 || params.mask.head_stride == 0;

@@ -16,7 +16,8 @@ struct BlockOfKeys {
 template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
 struct HopperBackward {
   static constexpr bool kMasksKeys = kMask == HopperMask::kKeys;
-  static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;  // but for a mask of keys
+  // No masks, ranges or dropout are looked at. A mask of keys has code of its own.
+  static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;
   using Memory = HopperBackwardMemory<kBias, kIndex>;
   static constexpr bool kHasTile = kBias == HopperBias::kTile;
   static constexpr bool kHasTable = kBias == HopperBias::kTable;

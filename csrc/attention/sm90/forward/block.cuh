@@ -10,7 +10,8 @@ namespace megasoftmax {
 template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
 struct HopperForward {
   static constexpr bool kMasksKeys = kMask == HopperMask::kKeys;
-  static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;  // but for a mask of keys
+  // No masks, ranges or dropout are looked at. A mask of keys has code of its own.
+  static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;
   using Memory = HopperMemory<kBias, kIndex>;
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;

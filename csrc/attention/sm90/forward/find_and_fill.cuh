@@ -1,5 +1,5 @@
 #pragma once
-// Warps of the copying warpgroup of Hopper's forward. With a mask, ranges or dropout they find what
+// Warps of the copying warpgroup of Hopper's forward. With HopperMask::kAny they find what
 // the next tile of queries sees. With a relative bias they fill in its entries.
 
 #include "block.cuh"

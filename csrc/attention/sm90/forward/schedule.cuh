@@ -150,7 +150,7 @@ class FollowedTiles {
 // * Causal tiles become shorter, so every other round is in reverse.
 // * Else only one tile of a head may be shorter. Each round is moved by one block, so that no block
 //   gets the short tiles of all heads.
-// * If a mask or ranges are given, lengths are not known. Then a block takes its next tile from a
+// * With HopperMask::kAny, lengths are not known. Then a block takes its next tile from a
 //   counter in global memory when it is done with one.
 class WorkOfBlock {
  public:
