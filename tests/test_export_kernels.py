@@ -115,7 +115,7 @@ def test_copy_and_package_live_together(exported, first, run):
         check(compiled(scores, scale=2.0), expected)
         forward = space.softmax_forward
         rest = (None, None, None, None, scores.dtype, False, 0.0, None)
-        found, _ = forward(scores, 2.0, None, None, False, -1, -1, *rest)
+        found, _ = forward(scores, 2.0, 0.0, None, None, False, -1, -1, *rest)
         check(found, expected)
         upstream = torch.randn(2, 3)
         gradient = torch.autograd.grad(found, scores, upstream)[0]
@@ -375,8 +375,8 @@ def test_attention_function_of_a_kernel():
     query, key, value = whole
     query, key, value = (each[:, :, 4:] for each in (query, key, value))
     torch.testing.assert_close(call(sliding_window=3), packed[:, 4:])
-    with pytest.raises(NotImplementedError, match="softcap: expected None, got 30"):
-        call(softcap=30.0)
+    capped = megasoftmax.attention(query, key, value, causal=True, window=(2, 0), softcap=0.5)
+    torch.testing.assert_close(call(sliding_window=3, softcap=0.5), capped.transpose(1, 2))
     for name in ("indices", "block_indices", "cache", "sinks"):
         with pytest.raises(NotImplementedError, match=f"{name}: expected None, got a tensor"):
             call(**{name: bias})

@@ -406,6 +406,7 @@ def test_attributes_are_megatrons_and_may_change():
     wanted = {"input_in_fp16": False, "input_in_bf16": True, "input_in_float16": True}
     wanted |= {"attn_mask_type": AttnMaskType.padding, "scaled_masked_softmax_fusion": True}
     wanted |= {"mask_func": forbidden, "softmax_in_fp32": True, "scale": 2.0}
+    wanted |= {"softcap": None}
     assert shown == wanted | {"window_size": (3, 0)}
     scores = make_scores(5, 5, torch.bfloat16)
     softmax.attn_mask_type, softmax.window_size = AttnMaskType.causal, None

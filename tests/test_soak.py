@@ -105,7 +105,7 @@ EQUAL_QUERIES = Attention(
     incoming=Incoming(ones=True, layout=Layout(), lse=False),
     deterministic=False,
     kernels="own",
-    **dict.fromkeys(("mask", "tiles", "window", "ranges", "sink", "planted", "visible")),
+    **dict.fromkeys(("mask", "tiles", "window", "ranges", "sink", "planted", "visible", "softcap")),
     causal=False,
 )
 """Queries that are all equal, whose outputs are rounded alike."""

@@ -36,7 +36,7 @@ from megasoftmax.reference.attention import (
     attention_backward,
     attention_forward,
 )
-from megasoftmax.reference.softmax import accumulation_dtype, plain
+from megasoftmax.reference.softmax import accumulation_dtype
 
 
 def _call_backward(call: Callable[..., Any], *args: Any) -> Any:
@@ -152,8 +152,8 @@ IN_BLOCKS, _ = _defined("attention_in_blocks", has_kernels=False)
 
 def forward_alone(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
     """The output of these alone, in compiled code that needs no gradient."""
-    given = {"query": query, "key": key, "value": value, "scale": scale, "causal": causal}
-    output: Tensor = _forward_without_rules(*plain(ForwardArguments, **given))[0]
+    options = scale, 0.0, causal, -1, -1, None, None, False, None, None, None, 1, 0.0, None, False
+    output: Tensor = _forward_without_rules(query, key, value, None, None, *options)[0]
     return output
 
 
