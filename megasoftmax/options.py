@@ -153,7 +153,8 @@ class AttentionOptions(NamedTuple):
         mask = self.mask
         if self.scale is not None:
             check_scale("scale", self.scale, query.dtype)
-        check_softcap("softcap", self.softcap, query.dtype)
+        scale = 1.0 if self.scale is None else self.scale  # the default is at most 1
+        check_softcap("softcap", self.softcap, query.dtype, scale)
         if isinstance(mask, TileMask):
             _check_tile_mask(mask, query, shape)
         elif mask is not None:
@@ -321,13 +322,17 @@ def check_scale(name: str, scale: float, dtype: torch.dtype) -> None:
         _check_range(name, scale, dtype)
 
 
-def check_softcap(name: str, softcap: float | None, dtype: torch.dtype) -> None:
-    """None, or a finite number from 0 on; 0 is none."""
+def check_softcap(name: str, softcap: float | None, dtype: torch.dtype, scale: float = 0.0) -> None:
+    """None, or a finite number from 0 on; 0 is none. Twice scale / softcap must be finite, too."""
     if softcap is None:
         return
     check_scale(name, softcap, dtype)
     if softcap < 0:
         raise ValueError(f"{name}: expected None or a number from 0 on, got {softcap}")
+    largest = _LARGEST[torch.promote_types(dtype, torch.float32)] / 2
+    if softcap > 0 and abs(scale) / largest > softcap:
+        least = f"{abs(scale) / largest:.5g}"
+        raise ValueError(f"{name}: expected at least {least} with scale {scale}, got {softcap}")
 
 
 def _check_range(name: str, number: float, dtype: torch.dtype) -> None:
@@ -528,7 +533,7 @@ def _check_scores(name: str, scores: Tensor, options: SoftmaxOptions | TopkOptio
     if scores.dim() == 0:
         raise ValueError(f"{name}: expected at least 1 dimension, got a tensor without dimensions")
     check_scale("scale", options.scale, scores.dtype)
-    check_softcap("softcap", options.softcap, scores.dtype)
+    check_softcap("softcap", options.softcap, scores.dtype, options.scale)
     if mask is not None:
         check_mask(mask, name, scores, scores.shape)
     if bias is not None:

@@ -330,6 +330,20 @@ def test_errors(
         call(softcap=softcap)
 
 
+def test_twice_the_scale_over_the_softcap_is_finite() -> None:
+    scores, query = torch.zeros(2, 3), torch.zeros(1, 1, 2, 8)
+    calls = (
+        lambda **given: softmax(scores, **given),
+        lambda **given: softmax_topk(scores, 1, **given),
+        lambda **given: attention(query, query, query, **given),
+    )
+    for call in calls:
+        for given in ({"scale": 2e38, "softcap": 0.5}, {"softcap": 1e-40}):
+            with pytest.raises(ValueError, match=r"^softcap: expected at least"):
+                call(**given)
+    assert softmax(scores, scale=1e38, softcap=1.0).eq(1 / 3).all()
+
+
 def test_reasons() -> None:
     def of(function: Callable[..., Any], *tensors: Any, **given: Any) -> list[str]:
         return [str(reason) for reason in why_not_fused(function, *tensors, **given)]
@@ -338,7 +352,7 @@ def test_reasons() -> None:
     scores = torch.zeros(2, 40)
     assert not any("softcap" in each for each in of(attention, *[query] * 3, softcap=50.0))
     assert any("softcap: " in each for each in of(attention, *[query] * 3, softcap=2e4))
-    assert any("softcap: " in each for each in of(softmax, scores, softcap=1e-39))
+    assert any("softcap: " in each for each in of(softmax, scores, softcap=1e-39, scale=1e-3))
     assert any("softcap: " in each for each in of(softmax_topk, scores, 2, softcap=1.0, scale=0))
     assert "softcap" in str(why_not_fused(attention, *[query] * 3, softcap=50.0).against_sdpa)
 

@@ -162,7 +162,7 @@ double Reader::number(PyObject* object) {
 double Reader::softcap(PyObject* object, double scale, double most) {
   const double value = object == Py_None ? 0 : number(object), inner = std::abs(scale) / value;
   decline_unless(value == 0 || (value >= bound.tiniest_scale && value <= most &&
-                                inner >= bound.tiniest_scale && inner <= bound.largest_scale));
+                                inner >= bound.tiniest_scale && inner <= bound.largest_scale / 2));
   return value;
 }
 

@@ -414,7 +414,7 @@ def slope_of_scores(scores: Tensor, scale: float, softcap: float) -> Tensor | fl
 def curvature_of_scores(scores: Tensor, scale: float, softcap: float) -> Tensor:
     """The second derivative of the logits by the scores, with a softcap; 0 likewise."""
     t = _tanh_of_scores(scores, scale, softcap)
-    return (-2 * scale**2 / softcap * t * (1 - t * t)).nan_to_num(0.0)
+    return (-2 * (scale / softcap) * t * (scale * (1 - t * t))).nan_to_num(0.0)
 
 
 def softmax_columns_forward(
