@@ -173,22 +173,15 @@ inline BiasGradient bias_gradient_kind(const AttentionParams& params, int64_t bi
 
 // Whether a launch with so many queries may take the kernel for decoding, which reads a bias entry
 // by entry. It has no dropout, no mask of blocks and no float32. The other kernels split keys too.
-inline bool takes_few_queries(int64_t queries, DType type, bool has_dropout, int64_t mask_block) {
-  return queries <= kMaxDecodeQueries && type != DType::kFloat32 && !has_dropout && mask_block == 1;
-}
-
 inline bool takes_few_queries(const AttentionParams& params) {
-  return takes_few_queries(params.queries, params.query.type, params.dropout.is_given(),
-                           params.mask_block);
+  return params.queries <= kMaxDecodeQueries && params.query.type != DType::kFloat32 &&
+         !params.dropout.is_given() && params.mask_block == 1;
 }
 
 // Head dimensions above kMaxHeadDim have a kernel of their own, which reads masks and biases entry
 // by entry.
-constexpr bool is_wide(int64_t head_dim, int64_t value_dim) {
-  return std::max(head_dim, value_dim) > kMaxHeadDim;
-}
 inline bool is_wide(const AttentionParams& params) {
-  return is_wide(params.head_dim, params.value_dim);
+  return std::max(params.head_dim, params.value_dim) > kMaxHeadDim;
 }
 
 // Keys from the first one that the first query sees on. Blocks split the keys that they see.
