@@ -426,6 +426,10 @@ RINGS = {
     "sink of one": lambda n: of_ring(n) | {"sink": double(1, seed=3)},
     "number as a sink": lambda n: of_ring(n) | {"causal": True, "sink": 0.5, "scale": 1.0},
     "sink of -inf": lambda n: of_ring(n) | {"mask": nothing_left(n), "sink": -INF},
+    "softcap": lambda n: of_ring(n) | {"causal": True, "softcap": 0.5, "sink": double(4, seed=3)},
+    "softcap beside a bias": lambda n: (
+        of_ring(n) | {"softcap": 0.5, "bias": double(1, 4, n, n, seed=3), "window": (4, 1)}
+    ),
     "one head of keys": lambda n: of_ring(n, (3, 1)) | {"causal": True},
     "mask": lambda n: of_ring(n) | {"causal": True, "mask": nothing_left(n)},
     "mask of keys": lambda n: of_ring(n) | {"mask": coin(2, 1, 1, n, device="cpu")},

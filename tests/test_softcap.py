@@ -1,4 +1,7 @@
-"""Softcaps of softmax, top-k and attention: oracles, rules, derivatives, what passes them on."""
+"""Softcaps of softmax, top-k and attention: oracles, rules, derivatives, what passes them on.
+
+Those of rings and of split vocabularies are cases of test_distributed.py and test_vocabulary.py.
+"""
 
 import math
 from collections.abc import Callable
@@ -455,35 +458,6 @@ def test_scaled_dot_product_attention(device: str) -> None:
     given = {"enable_gqa": True, "softcap": 1.5}
     actual = megasoftmax.scaled_dot_product_attention(q, k, v, **given)
     torch.testing.assert_close(actual, attention(q, k, v, softcap=1.5))
-
-
-def test_ring_attention(group_of_one: Any) -> None:
-    q, k, v = (each.requires_grad_() for each in states(7, 7, 8, "cpu", FLOAT))
-    output, _ = megasoftmax.ring_attention(q, k, v, group=group_of_one, causal=True, softcap=1.5)
-    expected = attention(q, k, v, causal=True, softcap=1.5)
-    torch.testing.assert_close(output, expected)
-    for actual, wanted in zip(
-        *(torch.autograd.grad(each.square().sum(), (q, k, v)) for each in (output, expected)),
-        strict=True,
-    ):
-        torch.testing.assert_close(actual, wanted)
-
-
-def test_vocabulary_in_shards(group_of_one: Any) -> None:
-    logits = normal(5, 60, device="cpu").requires_grad_()
-    bias = normal(60, device="cpu", seed=2).requires_grad_()
-    for given in ({}, {"bias": bias}):
-        options = given | {"softcap": 1.5, "scale": 0.7}
-        actual = softmax_topk(logits, 4, group=group_of_one, **options)
-        expected = softmax_topk(logits, 4, **options)
-        for one, other in zip(actual, expected, strict=True):
-            torch.testing.assert_close(one, other)
-        leaves = (logits, *given.values())
-        for one, other in zip(
-            *(torch.autograd.grad(each[0][:, 0].sum(), leaves) for each in (actual, expected)),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, other)
 
 
 def test_modules(device: str) -> None:

@@ -69,6 +69,8 @@ CASES = {
         "dtype": torch.float32,
     },
     "float64": lambda: {"logits": normal(*ROWS, COLUMNS).double(), "scale": -0.7, "mask": mask()},
+    "softcap": lambda: {"softcap": 1.5, "scale": -0.7},
+    "softcap beside a bias": lambda: {"softcap": 1.5, "bias": normal(COLUMNS, seed=2)},
     "k 0": lambda: {"k": 0},
     "k 1": lambda: {"k": 1},
     "all": lambda: {"k": COLUMNS, "logits": normal(*ROWS, COLUMNS).round()},
