@@ -489,4 +489,13 @@ def test_explain() -> None:
         assert "a softcap beside a bias" in found.why
     assert not explain_attention(2048, 8, 49, 32, softcap=True).several_heads
     assert explain(64, 2048, torch.bfloat16, softcap=True).kind == "bias or ragged mask"
-    assert explain(64, 2048, torch.bfloat16, softcap=True, backward=True).kind == "dropped"
+    one = explain(64, 2048, torch.bfloat16, softcap=True, backward=True)
+    two = explain(64, 2048, torch.bfloat16, softcap=True, backward=True, bias_gradient=True)
+    assert (one.kind, one.launches, two.kind, two.launches) == (
+        "dropped",
+        1,
+        "dropped bias gradient",
+        2,
+    )
+    assert (one.bytes_written, two.bytes_written) == (2**18, 3 * 2**18)
+    assert two.reasons[-1].endswith("another launch makes that of the scores")

@@ -42,7 +42,9 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   alignas(16) float given = 0;  // something that is there; its content plays no part
   params.batches_per_bias = Divider(params.batches);
   if (call["has_bias"] == 0) params.heads_per_bias = Divider(params.heads);
-  if (call["has_softcap"] != 0) params.set_scale(1, Softcap(1, 1));
+  LogitOptions options;
+  if (call["has_softcap"] != 0) options.softcap = Softcap(1, 1);
+  params.set_logits(options);
   if (call["has_mask"] != 0) {
     static uint32_t words = 0;
     params.mask.data = &given;

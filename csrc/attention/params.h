@@ -35,7 +35,7 @@ struct TileOrder {
 
 // Rows of queries, keys and values are the third dimension. They begin at multiples of 16 bytes,
 // and their columns are contiguous and a multiple of 8.
-struct AttentionParams {
+struct AttentionParams : LogitOptions {
   int64_t batches = 0, heads = 0, key_heads = 0;
   int queries = 0, keys = 0, head_dim = 0, value_dim = 0;
   Strided query, key, value;  // of one type
@@ -52,13 +52,9 @@ struct AttentionParams {
   // how many parts they are cut. Set by the launcher.
   int bias_parts = 1;
 
-  SinkLogit sink;
   Dropout dropout;
   int window_left = -1, window_right = -1;  // as in Window
-  // Logits are scores times `logit_scale`, plus the bias. Scores are products of queries and keys,
-  // or with a softcap their tanh, and then `logit_scale` is the softcap.
-  float scale = 1, logit_scale = 1;
-  Softcap softcap;
+  float logit_scale = 1;     // logits are scores times this, plus the bias: LogitOptions::factor()
   bool is_tf32 = false;      // products of float32 are made of its TF32 part alone
   bool can_exclude = false;  // a row without a visible key is 0, else NaN
 
@@ -76,10 +72,9 @@ struct AttentionParams {
   // Set if a mask or ranges are given and the kernel reads a block mask.
   BlockMask block_mask;
 
-  void set_scale(double of_products, const Softcap& given) {
-    scale = static_cast<float>(of_products);
-    softcap = given;
-    logit_scale = given.is_given() ? given.cap : scale;
+  void set_logits(const LogitOptions& options) {
+    static_cast<LogitOptions&>(*this) = options;
+    logit_scale = factor();
   }
 
   // Which entry of the bias a batch and head have.

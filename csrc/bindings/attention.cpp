@@ -272,14 +272,13 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
       set_dense_bias(params, *bias);
     }
   }
-  params.sink = sink_of(sink, sink_value, query);
+  params.set_logits(logit_options(scale, softcap, sink, sink_value, query));
   // What no query meets is no limit: the last stands at the last key, the first queries - 1 before.
   const Window window = window_of(causal, window_left, window_right);
   params.window_left = window.left >= keys - 1 ? -1 : static_cast<int>(window.left);
   params.window_right = window.right >= queries - 1 ? -1 : static_cast<int>(window.right);
   params.can_exclude = mask || bias || window.is_limited() || params.visible.are_given() ||
                        params.sink.is_given || keys == 0;
-  params.set_scale(scale, Softcap(softcap, scale));
   params.is_tf32 = tf32;
 }
 

@@ -255,22 +255,32 @@ inline Strided strided_mask(Tensor& mask, const Tensor& scores) {
   return strided(mask, scores, "mask");
 }
 
-inline SinkLogit sink_of(const std::optional<Tensor>& sink, std::optional<double> value,
-                         const Tensor& scores) {
-  SinkLogit result;
-  result.is_given = sink.has_value() || value.has_value();
-  if (value) result.value = static_cast<float>(*value);
-  if (!sink) return result;
+// Kernels hold a softcap in float32, where 0 is none.
+inline LogitOptions logit_options(double scale, double softcap) {
+  LogitOptions options;
+  options.scale = static_cast<float>(scale);
+  options.softcap = Softcap(softcap, scale);
+  check(softcap == 0 || options.softcap.is_given(), "softcap must be 0 or a positive float32");
+  return options;
+}
+
+inline LogitOptions logit_options(double scale, double softcap, const std::optional<Tensor>& sink,
+                                  std::optional<double> sink_value, const Tensor& scores) {
+  LogitOptions options = logit_options(scale, softcap);
+  SinkLogit& logit = options.sink;
+  logit.is_given = sink.has_value() || sink_value.has_value();
+  if (sink_value) logit.value = static_cast<float>(*sink_value);
+  if (!sink) return options;
   const int64_t count = sink->numel(),
                 heads = scores.dim() >= 3 ? scores.size(scores.dim() - 3) : 1;
   check(sink->is_cuda() && sink->get_device_index() == scores.get_device_index(),
         "sink must be on the device of scores");
   check(count == 1 || (count == heads && sink->dim() == 1),
         "sink must hold one logit per head, or one");
-  result.data = sink->data_ptr();
-  result.type = dtype_of(sink->scalar_type(), "sink");
-  result.stride = count == 1 ? 0 : sink->stride(0);
-  return result;
+  logit.data = sink->data_ptr();
+  logit.type = dtype_of(sink->scalar_type(), "sink");
+  logit.stride = count == 1 ? 0 : sink->stride(0);
+  return options;
 }
 
 // One end of the ranges of rows, int32, broadcast to the sizes of `scores` without their last.

@@ -18,15 +18,23 @@ bool has_scattered_rows(const Tensor& bias) {
   return last >= 0 && bias.size(last) > 1 && bias.stride(last) > 1;
 }
 
+// Sets what forward and backward share.
+template <class Params>
+void set_options(Params& params, const LogitOptions& logits, const Window& window,
+                 const VisibleRanges& visible) {
+  static_cast<LogitOptions&>(params) = logits;
+  params.window = window;
+  params.visible = visible;
+}
+
 // The probabilities of a call whose other arguments `params` has.
-Tensor probabilities_of(const Tensor& scores, double scale, std::optional<Tensor> mask,
-                        ScalarType dtype, ForwardParams& params) {
+Tensor probabilities_of(const Tensor& scores, std::optional<Tensor> mask, ScalarType dtype,
+                        ForwardParams& params) {
   Tensor probabilities = new_tensor(sizes_of(scores), dtype, scores);
   params.shape = shape_of(scores);
   params.scores = strided(scores, scores, "scores");
   params.scores.type = dtype_of(scores.scalar_type(), "scores");
   if (mask) params.mask = strided_mask(*mask, scores);
-  params.scale = static_cast<float>(scale);
   params.probabilities = probabilities.data_ptr();
   params.probabilities_type = result_dtype_of(dtype, params.scores.type);
   const cudaStream_t stream = current_stream(scores);
@@ -54,13 +62,11 @@ std::tuple<Tensor, Tensor> forward(Tensor scores, double scale, double softcap,
     params.bias = strided(*bias, scores, "bias");
     params.bias.type = dtype_of(bias->scalar_type(), "bias");
   }
-  params.softcap = Softcap(softcap, scale);
-  params.sink = sink_of(sink, sink_value, scores);
-  params.window = window_of(causal, window_left, window_right);
-  params.visible = visible_of(first, end, scores);
+  set_options(params, logit_options(scale, softcap, sink, sink_value, scores),
+              window_of(causal, window_left, window_right), visible_of(first, end, scores));
   if (dropout > 0) params.dropout = dropout_of(dropout, seed, scores);
   if (return_lse) params.log_sum_exp = static_cast<float*>(log_sum_exp.data_ptr());
-  Tensor probabilities = probabilities_of(scores, scale, std::move(mask), dtype, params);
+  Tensor probabilities = probabilities_of(scores, std::move(mask), dtype, params);
   return {std::move(probabilities), std::move(log_sum_exp)};
 }
 
@@ -69,8 +75,8 @@ Tensor forward_alone(Tensor scores, double scale, std::optional<Tensor> mask, bo
   check(scores.dim() >= 1, "scores must have at least one dimension");
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   ForwardParams params;
-  params.window = window_of(causal, -1, -1);
-  return probabilities_of(with_aligned_storage(scores), scale, std::move(mask), dtype, params);
+  set_options(params, logit_options(scale, 0), window_of(causal, -1, -1), {});
+  return probabilities_of(with_aligned_storage(scores), std::move(mask), dtype, params);
 }
 
 Tensor in_type(const Tensor& tensor, ScalarType type) {
@@ -87,22 +93,19 @@ Tensor sum_of_parts(const Tensor& parts, int64_t splits, const Tensor& bias) {
   return in_type(sum, bias.scalar_type());
 }
 
-// With dropout or a softcap `probabilities` are scores, and kernels compute the probabilities
-// again. Else only shape and type of the bias matter.
-std::tuple<Tensor, Tensor, Tensor> backward_of(
+// The gradients of a call whose other arguments `params` has. If it `has_scores`, `probabilities`
+// are these, and kernels compute the probabilities again. Else only shape and type of the bias
+// matter.
+std::tuple<Tensor, Tensor, Tensor> gradients_of(
     Tensor gradient, Tensor probabilities, const std::optional<Tensor>& lse_gradient,
-    const std::optional<Tensor>& lse, double scale, double softcap, std::optional<Tensor> mask,
-    const std::optional<Tensor>& bias, bool causal, int64_t window_left, int64_t window_right,
-    const std::optional<Tensor>& first, const std::optional<Tensor>& end,
-    const std::optional<Tensor>& sink, std::optional<double> sink_value, ScalarType dtype,
-    bool bias_gradient, bool sink_gradient, const Dropout& dropout) {
+    const std::optional<Tensor>& lse, std::optional<Tensor> mask, const std::optional<Tensor>& bias,
+    ScalarType dtype, bool bias_gradient, bool sink_gradient, BackwardParams& params) {
   gradient = with_aligned_storage(gradient);
   probabilities = with_aligned_storage(probabilities);
   Tensor scores_gradient = new_tensor(sizes_of(probabilities), dtype, probabilities);
   Tensor sink_rows = new_tensor(sink_gradient ? row_sizes(probabilities) : std::vector<int64_t>{0},
                                 ScalarType::Float, probabilities);
 
-  BackwardParams params;
   params.shape = shape_of(probabilities);
   params.gradient = strided(gradient, probabilities, "gradient");
   params.probabilities = strided(probabilities, probabilities, "probabilities");
@@ -120,8 +123,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
     lse_gradient_rows = float_rows(*lse_gradient);
     params.log_sum_exp_gradient = static_cast<const float*>(lse_gradient_rows.data_ptr());
   }
-  params.dropout = dropout;
-  params.softcap = Softcap(softcap, scale);
   if (sink_gradient || params.has_scores()) {
     check(lse.has_value(), "the sink's gradient needs lse");
     lse_rows = float_rows(*lse);
@@ -137,10 +138,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(
     params.bias = strided(read_bias, probabilities, "bias");
     params.bias.type = dtype_of(read_bias.scalar_type(), "bias");
   }
-  params.sink = sink_of(sink, sink_value, probabilities);
-  params.window = window_of(causal, window_left, window_right);
-  params.visible = visible_of(first, end, probabilities);
-  params.scale = static_cast<float>(scale);
   params.scores_gradient = scores_gradient.data_ptr();
   params.scores_gradient_type = result_dtype_of(dtype, params.probabilities.type);
 
@@ -190,9 +187,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   check(gradient.scalar_type() == probabilities.scalar_type(),
         "gradient must have the type of probabilities");
   const torch::stable::accelerator::DeviceGuard guard(probabilities.get_device_index());
-  return backward_of(gradient, probabilities, lse_gradient, lse, scale, 0, std::nullopt, bias,
-                     causal, window_left, window_right, first, end, sink, sink_value, dtype,
-                     bias_gradient, sink_gradient, Dropout{});
+  BackwardParams params;
+  set_options(params, logit_options(scale, 0, sink, sink_value, probabilities),
+              window_of(causal, window_left, window_right), visible_of(first, end, probabilities));
+  return gradients_of(gradient, probabilities, lse_gradient, lse, std::nullopt, bias, dtype,
+                      bias_gradient, sink_gradient, params);
 }
 
 std::tuple<Tensor, Tensor, Tensor> dropout_backward(
@@ -203,16 +202,17 @@ std::tuple<Tensor, Tensor, Tensor> dropout_backward(
     ScalarType dtype, bool bias_gradient, bool sink_gradient, double dropout,
     std::optional<Tensor> seed) {
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
-  const Dropout dropped =
-      dropout > 0 || softcap == 0 ? dropout_of(dropout, seed, scores) : Dropout{};
+  BackwardParams params;
+  set_options(params, logit_options(scale, softcap, sink, sink_value, scores),
+              window_of(causal, window_left, window_right), visible_of(first, end, scores));
+  if (dropout > 0 || !params.has_scores()) params.dropout = dropout_of(dropout, seed, scores);
   // Kernels read gradients and scores of one type.
   if (gradient.scalar_type() != scores.scalar_type()) {
     gradient = in_type(gradient, ScalarType::Float);
     scores = in_type(scores, ScalarType::Float);
   }
-  return backward_of(gradient, scores, lse_gradient, lse, scale, softcap, mask, bias, causal,
-                     window_left, window_right, first, end, sink, sink_value, dtype, bias_gradient,
-                     sink_gradient, dropped);
+  return gradients_of(gradient, scores, lse_gradient, lse, mask, bias, dtype, bias_gradient,
+                      sink_gradient, params);
 }
 
 }  // namespace

@@ -26,8 +26,7 @@ void set_logits(TopkParams& params, Tensor& logits, double scale, double softcap
     params.bias = strided(*bias, logits, "bias");
     params.bias.type = dtype_of(bias->scalar_type(), "bias");
   }
-  params.scale = static_cast<float>(scale);
-  params.softcap = Softcap(softcap, scale);
+  static_cast<LogitOptions&>(params) = logit_options(scale, softcap);
 }
 
 void check_k(int64_t k, int64_t columns) {

@@ -93,6 +93,8 @@ struct LogitOptions {
   Softcap softcap;
   SinkLogit sink;
 
+  // What scores are multiplied by, before a bias: the scale, or the softcap if they are its tanh.
+  __host__ __device__ float factor() const { return softcap.is_given() ? softcap.cap : scale; }
   bool have_only_scale() const { return !sink.is_given && !softcap.is_given(); }
   bool differ_by_head() const { return sink.data != nullptr && sink.stride != 0; }
 };

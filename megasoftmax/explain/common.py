@@ -24,15 +24,17 @@ class Moved:
     gpu: Gpu
     bytes_read: int
     bytes_written: int
+    launches: int = 1
 
     def microseconds(self, bytes_per_second: float | None = None) -> float:
-        """The time that the fewest bytes take, with the launch.
+        """The time that the fewest bytes take, with the launches.
 
         Args:
             bytes_per_second: of a copy. Default: of the GPU.
         """
         moved = self.bytes_read + self.bytes_written
-        return 1e6 * moved / (bytes_per_second or self.gpu.bytes_per_second) + LAUNCH_MICROSECONDS
+        moving = 1e6 * moved / (bytes_per_second or self.gpu.bytes_per_second)
+        return moving + self.launches * LAUNCH_MICROSECONDS
 
 
 def check_call(counts: dict[str, int], dtype: torch.dtype, limits: Window = (-1, -1)) -> None:

@@ -61,6 +61,7 @@ class Explanation(Moved):
     gpu: Gpu
     bytes_read: int  # fewest: what a row sees is read once
     bytes_written: int
+    launches: int  # 2 for gradients of a bias and of scores with a softcap, one for each
 
 
 def explain(
@@ -129,7 +130,8 @@ def explain(
     regime, kind, is_tile = table[plan["regime"]], _kinds()[plan["kind"]], plan["threads"] == 0
 
     visible = rows // queries * visible_entries(limits, queries, columns)
-    outputs = 2 if bias_gradient else 1
+    launches = 2 if bias_gradient and softcap else 1
+    outputs = launches + bias_gradient  # both launches write a gradient of the scores
     reads_scores = dropout or softcap or not backward
     read = (2 if backward else 1) * dtype.itemsize + (masked and reads_scores)
     if reads_scores and bias_gradient:
@@ -144,7 +146,7 @@ def explain(
         vectors=plan["vectors"],
         index=plan["regime"],
         regime=regime,
-        reasons=_reasons(regime, plan, rows, kind),
+        reasons=_reasons(regime, plan, rows, kind, launches),
         skipped=tuple(
             Skipped(i, each.name, "; ".join(_in_words(bits, each, kind, device)))
             for i, (each, bits) in enumerate(zip(table, obstacles, strict=False))
@@ -158,8 +160,9 @@ def explain(
         shared_bytes=None if is_tile else plan["shared_bytes"],
         workspace_bytes=plan["workspace_bytes"],
         gpu=device,
-        bytes_read=visible * read,
+        bytes_read=visible * read * launches,
         bytes_written=rows * columns * dtype.itemsize * outputs,
+        launches=launches,
     )
 
 
@@ -204,7 +207,9 @@ def _check(
         )
 
 
-def _reasons(regime: RowRegime, plan: dict[str, int], rows: int, kind: str) -> tuple[str, ...]:
+def _reasons(
+    regime: RowRegime, plan: dict[str, int], rows: int, kind: str, launches: int
+) -> tuple[str, ...]:
     """Why a regime serves such rows."""
     vectors, blocks_per_row, at_a_time = (
         plan[name] for name in ("vectors", "blocks_per_row", "rows_at_a_time")
@@ -230,4 +235,6 @@ def _reasons(regime: RowRegime, plan: dict[str, int], rows: int, kind: str) -> t
         )
     elif blocks_per_row > 1:
         found.append(f"few rows keep the GPU busy with {blocks} each")
+    if launches > 1:
+        found.append("makes the gradient of the bias; another launch makes that of the scores")
     return tuple(found)
