@@ -75,10 +75,6 @@ class SoftmaxOptions(NamedTuple):
             self._check_dim(scores.dim())
         _check_choices(self.dtype, self.return_lse, self.fused)
 
-    def keep_scores(self) -> bool:
-        """Whether the backward pass reads scores, not probabilities."""
-        return self.dropout > 0 or bool(self.softcap)
-
     def _check_dim(self, rank: int) -> None:
         dim = self.dim
         expected = f"dim: expected an integer from {-rank} to {rank - 1}"

@@ -1,7 +1,7 @@
-"""Autograd and vmap of softmax with dropout or a softcap, by any implementation.
+"""Autograd and vmap of softmax of options that keep scores, such as dropout: see `keeps_scores`.
 
 In place of the probabilities the scores are kept. With the log-sum-exp they give the probabilities
-again, and with a softcap the derivative of the logits. The seed gives what is dropped.
+again, and the derivative of the logits. The seed gives what is dropped.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,9 @@ from megasoftmax.reference.softmax import (
     BackwardArguments,
     DropoutBackwardArguments,
     ForwardArguments,
+    as_record,
     curvature_of_scores,
+    is_linear,
     probabilities_again,
     slope_of_scores,
     softmax_double_backward,
@@ -39,12 +41,6 @@ _COUNT = len(ForwardArguments._fields)
 _TENSORS = tensors_of(softmax_forward)
 _BACKWARD_COUNT = len(DropoutBackwardArguments._fields)
 _BACKWARD_TENSORS = tensors_of(softmax_dropout_backward)
-
-
-def _as(record: Any, given: Any, **others: Any) -> Any:
-    """Another record with the fields of a given one that both have, and others."""
-    shared = {name: getattr(given, name) for name in record._fields if name in given._fields}
-    return record(**(shared | others))
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -70,15 +66,9 @@ def gradients(
     elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
         gradient = gradient.contiguous()
     d_scores, *beside = implementation.backward(
-        gradient,
-        scores,
-        lse_gradient,
-        lse,
-        *given[1:12],  # from the scale to the sink
-        scores.dtype,
-        *wanted,
-        given.dropout,
-        given.seed,
+        *(gradient, scores, lse_gradient, lse),
+        *given[1:12],  # what is between scores and dtype
+        *(scores.dtype, *wanted, given.dropout, given.seed),
     )
     return ForwardArguments(scores=d_scores, **gradients_beside(given, wanted, *beside))
 
@@ -96,41 +86,37 @@ def double_gradients(implementation: Implementation, ctx: Any, *cotangents: Tens
     """The gradients of the arguments of `softmax_dropout_backward`, from those of its results.
 
     That is `softmax_backward` of a gradient that is dropped and of probabilities p, where
-    p = exp(z - lse). The gradient of z becomes that of the scores by a slope, which depends on them
-    with a softcap.
+    p = exp(z - lse). The gradient of z becomes that of the scores by `slope_of_scores`.
     """
     tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
     given = ctx.given._replace(**tensors)
-    of_forward = _as(ForwardArguments, given)
-    of_scores = given.scores, given.scale, given.softcap
-    p, slope = probabilities_again(of_forward, given.lse), slope_of_scores(*of_scores)
+    p = probabilities_again(as_record(ForwardArguments, given), given.lse)
+    slope = slope_of_scores(given.scores, given)
     gradient = _dropped(given.gradient.to(p.dtype), given)
     scores_cotangent, *others = cotangents
     if scores_cotangent is not None:
         scores_cotangent = slope * scores_cotangent.to(p.dtype)
-    of_z = _as(BackwardArguments, given, gradient=gradient, probabilities=p, scale=1.0)
-    d_dropped, d_p, d_lse_gradient, d_lse, d_sink = softmax_double_backward(
-        of_z, scores_cotangent, *others
-    )
-    d_z = torch.where(p == 0, 0, p * d_p)
+    of_z = as_record(BackwardArguments, given, gradient=gradient, probabilities=p, scale=1.0)
+    found = softmax_double_backward(of_z, scores_cotangent, *others)
+    d_z = torch.where(p == 0, 0, p * found.probabilities)
     d_scores = slope * d_z
-    if given.softcap > 0 and cotangents[0] is not None:
+    if not is_linear(given) and cotangents[0] is not None:
         d = (gradient.masked_fill(p == 0, 0) * p).sum(-1, keepdim=True)
         if given.lse_gradient is not None:
             d = d - given.lse_gradient.unsqueeze(-1)
-        bent = cotangents[0].to(p.dtype) * curvature_of_scores(*of_scores)
+        bent = cotangents[0].to(p.dtype) * curvature_of_scores(given.scores, given)
         d_scores = d_scores + torch.where(p == 0, 0, p * (gradient - d) * bent)
-    d_lse = -d_z.sum(-1) if d_lse is None else d_lse - d_z.sum(-1)
+    d_lse = -d_z.sum(-1) if found.lse is None else found.lse - d_z.sum(-1)
     d_bias = None
     if given.bias is not None:
         d_bias = d_z.sum_to_size(given.bias.shape).to(given.bias.dtype)
-    return DropoutBackwardArguments(
-        gradient=_dropped(d_dropped, given).to(given.gradient.dtype),
+    return as_record(
+        DropoutBackwardArguments,
+        found,
+        gradient=_dropped(found.gradient, given).to(given.gradient.dtype),
         scores=d_scores.to(given.scores.dtype),
-        lse_gradient=None if given.lse_gradient is None else d_lse_gradient,
         lse=d_lse,
         bias=d_bias,
-        sink=d_sink,
     )
 
 
@@ -164,8 +150,7 @@ def _in_forward_mode(function: Any) -> Callable[..., Any]:
             p = probabilities_again(given, lse)
             of_arguments = ForwardArguments(*tangents[:-1])
             if of_arguments.scores is not None:
-                slope = slope_of_scores(given.scores, given.scale, given.softcap)
-                of_z = slope * of_arguments.scores.to(lse.dtype)
+                of_z = slope_of_scores(given.scores, given) * of_arguments.scores.to(lse.dtype)
                 of_arguments = of_arguments._replace(scores=of_z)
             d_p, d_lse = softmax_tangents(of_arguments, p, lse, given._replace(scale=1.0))
             return _dropped(d_p, given).to(given.dtype), d_lse

@@ -87,27 +87,13 @@ def gradients(
     if ctx.bias is not None:
         shape, bias_dtype = ctx.bias
         bias = probabilities.new_empty((), dtype=bias_dtype).expand(shape)
-    d_scores, d_bias, d_rows = implementation.backward(
-        gradient,
-        probabilities,
-        lse_gradient if has_lse else None,
-        lse,
-        scale,
-        bias,
-        causal,
-        left,
-        right,
-        first,
-        end,
-        sink,
-        None,
-        dtype,
-        bias is not None,
-        sink is not None,
+    wanted = bias is not None, sink is not None
+    d_scores, *beside = implementation.backward(
+        *(gradient, probabilities, lse_gradient if has_lse else None, lse, scale, bias),
+        *(causal, left, right, first, end, sink, None, dtype, *wanted),
     )
-    d_bias_or_none = None if bias is None else d_bias
-    d_sink = None if sink is None else sum_over_rows(d_rows, sink)
-    return ForwardArguments(scores=d_scores, bias=d_bias_or_none, sink=d_sink)
+    given = ForwardArguments(sink=sink)
+    return ForwardArguments(scores=d_scores, **gradients_beside(given, wanted, *beside))
 
 
 def save_for_double_gradients(
@@ -129,16 +115,7 @@ def double_gradients(
 ) -> Any:
     """The gradients of the arguments of `softmax_backward`, from those of its results."""
     given = ctx.given._replace(**dict(zip(_KEPT, ctx.saved_tensors, strict=True)))
-    d_gradient, d_probabilities, d_lse_gradient, d_lse, d_sink = softmax_double_backward(
-        given, scores, bias, sink, dim=implementation.dim
-    )
-    return BackwardArguments(
-        gradient=d_gradient.to(given.gradient.dtype),
-        probabilities=d_probabilities.to(given.probabilities.dtype),
-        lse_gradient=None if given.lse_gradient is None else d_lse_gradient,
-        lse=d_lse,
-        sink=d_sink,
-    )
+    return softmax_double_backward(given, scores, bias, sink, dim=implementation.dim)
 
 
 def batch_forward(

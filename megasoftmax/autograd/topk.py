@@ -17,7 +17,12 @@ from megasoftmax.autograd.function import (
     plain_torch_only,
     why_only_without_kernels,
 )
-from megasoftmax.reference.softmax import accumulation_dtype, curvature_of_scores, slope_of_scores
+from megasoftmax.reference.softmax import (
+    accumulation_dtype,
+    curvature_of_scores,
+    is_linear,
+    slope_of_scores,
+)
 from megasoftmax.reference.topk import (
     BackwardArguments,
     ForwardArguments,
@@ -63,19 +68,9 @@ def gradients(
 
     def found(of_bias: bool, dtype: torch.dtype) -> Tensor:
         return implementation.backward(
-            gradient,
-            values,
-            indices,
-            lse_gradient,
-            logits,
-            statistics,
-            given.scale,
-            given.softcap,
-            mask,
-            bias,
-            given.renormalize,
-            of_bias,
-            dtype,
+            *(gradient, values, indices, lse_gradient, logits, statistics),
+            *given[2:4],  # how logits are scaled
+            *(mask, bias, given.renormalize, of_bias, dtype),
         )
 
     needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
@@ -83,10 +78,10 @@ def gradients(
         return ForwardArguments(logits=found(False, logits.dtype) if needs.logits else None)
     of_z = found(True, statistics.dtype)
     d_logits = None
-    if needs.logits and given.softcap > 0:
-        d_logits = found(False, logits.dtype)
-    elif needs.logits:
+    if needs.logits and is_linear(given):
         d_logits = (of_z * given.scale).to(logits.dtype)
+    elif needs.logits:
+        d_logits = found(False, logits.dtype)
     return ForwardArguments(logits=d_logits, bias=of_z.sum_to_size(bias.shape).to(bias.dtype))
 
 
@@ -105,14 +100,14 @@ def double_gradients(implementation: Implementation, ctx: Any, cotangent: Tensor
     tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
     given = ctx.given._replace(**tensors)
     compute, bias = accumulation_dtype(given.logits.dtype), given.bias
-    of_scores = given.logits, given.scale, given.softcap
-    slope = slope_of_scores(*of_scores)
+    slope = slope_of_scores(given.logits, given)
     of_z = cotangent.to(compute) * (1.0 if given.of_bias else slope)
-    found = softmax_topk_double_backward(of_z, *given[:-2])  # all but what tells the result
+    found = softmax_topk_double_backward(of_z, given)
     constant, d_logits = torch.zeros_like(found.lse), found.z * slope
-    if given.softcap > 0 and not given.of_bias:
+    if not (is_linear(given) or given.of_bias):
         dz = softmax_topk_backward(*given._replace(of_bias=True, dtype=compute))
-        d_logits = d_logits + cotangent.to(compute) * dz * curvature_of_scores(*of_scores)
+        curvature = curvature_of_scores(given.logits, given)
+        d_logits = d_logits + cotangent.to(compute) * dz * curvature
     return BackwardArguments(
         gradient=found.gradient.to(given.gradient.dtype),
         probabilities=found.probabilities.to(given.probabilities.dtype),

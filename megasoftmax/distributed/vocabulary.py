@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megasoftmax import autograd, reference
 from megasoftmax.autograd.function import Implementation, is_in_forward_mode
+from megasoftmax.reference.topk import ForwardArguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,16 +31,7 @@ def _all_gather(into: Tensor, mine: Tensor, group: "ProcessGroup") -> None:
 
 
 def softmax_topk(
-    implementation: Implementation,
-    group: "ProcessGroup",
-    logits: Tensor,
-    k: int,
-    scale: float,
-    softcap: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    renormalize: bool,
-    dtype: torch.dtype,
+    implementation: Implementation, group: "ProcessGroup", given: ForwardArguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities [..., K], indices [..., K] and statistics [3, ...], the same on every rank.
 
@@ -48,15 +40,12 @@ def softmax_topk(
     Args:
         implementation: who computes what is local.
         group: its ranks hold the shards in the order of their numbers.
-        logits, mask, bias: of this rank's shard.
-        k: from 0 on. What exceeds the vocabulary gets probability 0 and index V.
-        scale, softcap, renormalize, dtype: as in `reference.topk.softmax_topk_forward`.
+        given: the arguments of `reference.topk.softmax_topk_forward`, of this rank's shard. What k
+            exceeds the vocabulary by gets probability 0 and index V.
     """
     if is_in_forward_mode():
         raise NotImplementedError("group: expected None for a forward-mode derivative, got a group")
-    return _ShardedTopk.apply(
-        logits, k, scale, softcap, mask, bias, renormalize, dtype, implementation, group
-    )
+    return _ShardedTopk.apply(*given, implementation, group)
 
 
 class _Candidates(NamedTuple):
@@ -69,21 +58,12 @@ class _Candidates(NamedTuple):
 
 class _ShardedTopk(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        k: int,
-        scale: float,
-        softcap: float,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        renormalize: bool,
-        dtype: torch.dtype,
-        implementation: Implementation,
-        group: "ProcessGroup",
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *operands, implementation, group = args
+        given = ForwardArguments(*operands)
+        logits, k, mask, bias = given.logits, given.k, given.mask, given.bias
         rows = logits.shape[:-1]
-        mine, factor, statistics = _select(implementation, logits, k, scale, softcap, mask, bias)
+        mine, factor, statistics = _select(implementation, given)
         gathered = _gather(mine, statistics, logits.shape[-1], k, group)
         candidates, statistics, offsets = _unpack(gathered, k, statistics.dtype, factor)
 
@@ -94,26 +74,19 @@ class _ShardedTopk(torch.autograd.Function):
         )
         maximum, log_sum, _ = statistics.double().unsqueeze(-1)
         weights = (y.double() - maximum) * reference.topk.rounded(factor, y.dtype, y.device)
-        if renormalize:
+        if given.renormalize:
             weights = weights.exp()
             p = weights / weights.sum(-1, keepdim=True)
         else:
             p = (weights - log_sum).exp()
         if mask is not None or bias is not None:
             p = p.masked_fill(maximum == -torch.inf, 0)
-        p = p.masked_fill(excluded, 0).to(dtype).reshape(*rows, k)
+        p = p.masked_fill(excluded, 0).to(given.dtype).reshape(*rows, k)
         indices, statistics = indices.reshape(p.shape), statistics.reshape(3, *rows)
 
         local = indices - offsets[torch.distributed.get_rank(group)]
         ctx.save_for_backward(p, local, statistics, logits, mask, bias)
-        ctx.given = reference.topk.ForwardArguments(
-            k=k,
-            scale=scale,
-            softcap=softcap,
-            renormalize=renormalize,
-            dtype=dtype,
-            candidates=False,
-        )
+        ctx.given = given._replace(logits=None, mask=None, bias=None)
         ctx.implementation = implementation
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
@@ -127,12 +100,12 @@ class _ShardedTopk(torch.autograd.Function):
             found = autograd.topk.gradients(
                 ctx.implementation, ctx, gradient, None, statistics_gradient
             )
-        d_logits, d_bias = found.logits, found.bias
         if torch.is_grad_enabled():
             _, _, _, logits, _, bias = ctx.saved_tensors
             sources = gradient, statistics_gradient, logits, bias
-            d_logits, d_bias = _Final.apply(d_logits, d_bias, *sources)
-        return d_logits, None, None, None, None, d_bias, None, None, None, None
+            d_logits, d_bias = _Final.apply(found.logits, found.bias, *sources)
+            found = found._replace(logits=d_logits, bias=d_bias)
+        return *found, None, None
 
 
 class _Final(torch.autograd.Function):
@@ -151,27 +124,22 @@ class _Final(torch.autograd.Function):
 
 
 def _select(
-    implementation: Implementation,
-    logits: Tensor,
-    k: int,
-    scale: float,
-    softcap: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
+    implementation: Implementation, given: ForwardArguments
 ) -> tuple[_Candidates, float, Tensor]:
     """At most K candidates of this shard with local indices, the factor of y, statistics."""
+    logits, mask = given.logits, given.mask
     compute = reference.softmax.accumulation_dtype(logits.dtype)
-    k = min(k, logits.shape[-1])
-    y, indices, statistics = implementation.forward(
-        logits, k, scale, softcap, mask, bias, False, compute, True
-    )
+    k = min(given.k, logits.shape[-1])
+    of_shard = given._replace(k=k, renormalize=False, dtype=compute, candidates=True)
+    y, indices, statistics = implementation.forward(*of_shard)
     excluded = torch.zeros_like(indices, dtype=torch.bool)
     if mask is not None:
         excluded = mask.expand(logits.shape).gather(-1, indices)
     factor = 1.0
-    if bias is None and softcap == 0:  # before the scale can round two of them to one
-        selected = logits.gather(-1, indices)
-        y, factor = reference.topk.comparable(selected, scale, 0.0, excluded, None)
+    if given.bias is None and reference.softmax.is_linear(given):
+        # Before the scale can round two of them to one.
+        selected = given._replace(logits=logits.gather(-1, indices), mask=excluded)
+        y, factor = reference.topk.comparable(selected)
     rows = statistics[0].numel()
     candidates = (part.reshape(rows, k) for part in (y, indices, excluded))
     return _Candidates(*candidates), factor, statistics

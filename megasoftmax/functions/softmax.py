@@ -29,7 +29,7 @@ from megasoftmax.options import (
     read_options,
     sink_operands,
 )
-from megasoftmax.reference.softmax import BackwardArguments
+from megasoftmax.reference.softmax import BackwardArguments, keeps_scores
 
 
 @overload
@@ -405,9 +405,9 @@ class SoftmaxCall(Call):
         return SoftmaxCall(scores.movedim(dim, -1), options._replace(mask=mask, bias=bias, dim=-1))
 
     def _run_rows(self) -> tuple[Tensor, Tensor]:
-        keeps_scores = self.options.keep_scores()
-        function = autograd.dropout if keeps_scores else autograd.softmax
-        kernels = ops.softmax.FROM_SCORES if keeps_scores else ops.softmax.IMPLEMENTATION
+        is_kept = keeps_scores(self.options)
+        function = autograd.dropout if is_kept else autograd.softmax
+        kernels = ops.softmax.FROM_SCORES if is_kept else ops.softmax.IMPLEMENTATION
         is_fused = self.runs_fused()
         if is_fused or runs_as_op("scores", self.tensor):
             return self._call(function, kernels, self.tensor, is_fused)
@@ -466,7 +466,7 @@ class SoftmaxCall(Call):
             sink_value,
             dtype_of_probabilities(scores, options.dtype),
             options.return_lse
-            or (needs_gradient and (sink_tensor is not None or options.keep_scores())),
+            or (needs_gradient and (sink_tensor is not None or keeps_scores(options))),
             dropout,
             None if dropout == 0 else seed_of_call(options.seed, scores),
         )

@@ -193,7 +193,8 @@ class TopkCall(Call):
             dtype_of_probabilities(logits, options.dtype),
         )
         if options.group is not None:
-            return vocabulary.softmax_topk(implementation, options.group, *operands)
+            given = reference.topk.ForwardArguments(*operands, candidates=False)
+            return vocabulary.softmax_topk(implementation, options.group, given)
         needs_gradient = torch.is_grad_enabled() and (
             logits.requires_grad or (bias is not None and bias.requires_grad)
         )

@@ -23,6 +23,8 @@ from megasoftmax.reference.softmax import (
     DropoutBackwardArguments,
     ForwardArguments,
     accumulation_dtype,
+    as_record,
+    keeps_scores,
     plain,
     softmax_backward,
     softmax_dropout_backward,
@@ -86,20 +88,12 @@ def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _fake_dropout_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = DropoutBackwardArguments(*args)
-    return _fake_backward(
-        *BackwardArguments(
-            probabilities=given.scores,
-            bias=given.bias,
-            dtype=given.dtype,
-            bias_gradient=given.bias_gradient,
-            sink_gradient=given.sink_gradient,
-        )
-    )
+    return _fake_backward(*as_record(BackwardArguments, given, probabilities=given.scores))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     given = ForwardArguments(*inputs)
-    ctx.keeps_scores = given.dropout > 0 or given.softcap > 0
+    ctx.keeps_scores = keeps_scores(given)
     (dropout if ctx.keeps_scores else softmax).save_for_gradients(ctx, inputs, output)
 
 

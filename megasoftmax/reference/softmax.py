@@ -100,6 +100,16 @@ def excluded_entries(
     )
 
 
+def keeps_scores(options: Any) -> bool:
+    """Whether the backward pass of these options reads scores, not probabilities."""
+    return options.dropout > 0 or bool(options.softcap)
+
+
+def is_linear(options: Any) -> bool:
+    """Whether logits are the scores times the scale, plus the bias."""
+    return not options.softcap
+
+
 def sink_logit(
     sink: Tensor | None, sink_value: float | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
@@ -362,7 +372,7 @@ def softmax_dropout_backward(
         drop_(g, kept_of_scores(seed, dropout, scores), dropout)
     clear_(g, keep=p)
     return _backward_(
-        *(g, p, lse_gradient, lse, slope_of_scores(scores, scale, softcap), bias, sink, sink_value),
+        *(g, p, lse_gradient, lse, slope_of_scores(scores, given), bias, sink, sink_value),
         *(dtype, bias_gradient, sink_gradient),
     )
 
@@ -403,18 +413,19 @@ def _tanh_of_scores(scores: Tensor, scale: float, softcap: float) -> Tensor:
     return torch.tanh(scores.to(accumulation_dtype(scores.dtype)) * (scale / softcap))
 
 
-def slope_of_scores(scores: Tensor, scale: float, softcap: float) -> Tensor | float:
+def slope_of_scores(scores: Tensor, given: Any) -> Tensor | float:
     """The derivative of the logits by the scores, scale * (1 - t^2); 0 for a score of NaN."""
-    if softcap == 0:
-        return scale
-    t = _tanh_of_scores(scores, scale, softcap)
-    return (scale * (1 - t * t)).nan_to_num(0.0)
+    if is_linear(given):
+        return given.scale
+    t = _tanh_of_scores(scores, given.scale, given.softcap)
+    return (given.scale * (1 - t * t)).nan_to_num(0.0)
 
 
-def curvature_of_scores(scores: Tensor, scale: float, softcap: float) -> Tensor:
+def curvature_of_scores(scores: Tensor, given: Any) -> Tensor:
     """The second derivative of the logits by the scores, with a softcap; 0 likewise."""
-    t = _tanh_of_scores(scores, scale, softcap)
-    return (-2 * (scale / softcap) * t * (scale * (1 - t * t))).nan_to_num(0.0)
+    t = _tanh_of_scores(scores, given.scale, given.softcap)
+    slope = given.scale * (1 - t * t)
+    return (-2 * (given.scale / given.softcap) * t * slope).nan_to_num(0.0)
 
 
 def softmax_columns_forward(
@@ -466,7 +477,7 @@ def softmax_double_backward(
     sink_cotangent: Tensor | None,
     *,
     dim: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> Any:
     """Gradients of `softmax_backward`, itself differentiable as often as wanted.
 
     With v the cotangent of dz, s that of a row's dsink, and e = sum(v * p) + exp(sink - lse) * s:
@@ -479,8 +490,7 @@ def softmax_double_backward(
         dim: over which the probabilities sum to 1.
 
     Returns:
-        The gradients of gradient, probabilities, lse_gradient and lse, in the accumulation type,
-        and of the sink. lse has none without a gradient of the sink.
+        The gradients of its arguments. lse has none without a gradient of the sink.
     """
     compute = accumulation_dtype(given.dtype)
     p = given.probabilities.to(compute)
@@ -505,7 +515,13 @@ def softmax_double_backward(
     d, e_of_all = d.unsqueeze(dim), e.unsqueeze(dim)
     d_gradient = torch.where(visible, p * (v - e_of_all), 0)
     d_probabilities = torch.where(visible, v * (g - d) - g * e_of_all, 0)
-    return d_gradient, d_probabilities, e, d_lse, d_sink
+    return BackwardArguments(
+        gradient=d_gradient.to(given.gradient.dtype),
+        probabilities=d_probabilities.to(given.probabilities.dtype),
+        lse_gradient=None if given.lse_gradient is None else e,
+        lse=d_lse,
+        sink=d_sink,
+    )
 
 
 def softmax_tangents(
@@ -637,6 +653,12 @@ _WHERE_NOT_GIVEN = {
     "sink_gradient": False,
     "deterministic": False,
 }
+
+
+def as_record(record: Any, given: Any, **others: Any) -> Any:
+    """Another record with the fields of a given one that both have, and others."""
+    shared = {name: getattr(given, name) for name in record._fields if name in given._fields}
+    return record(**(shared | others))
 
 
 def plain(record: Any, **given: Any) -> Any:

@@ -12,12 +12,17 @@ compared, as a fused multiply-add rounds it. GPU and CPU cannot differ in this a
 softcap z is compared too. There they can differ in the last bits of tanh.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasoftmax.reference.softmax import accumulation_dtype, arguments_of, slope_of_scores
+from megasoftmax.reference.softmax import (
+    accumulation_dtype,
+    arguments_of,
+    is_linear,
+    slope_of_scores,
+)
 from megasoftmax.tracing import is_traced
 
 
@@ -61,7 +66,9 @@ def softmax_topk_forward(
         bias is given, else NaN.
     """
     compute = accumulation_dtype(logits.dtype)
-    y, factor = comparable(logits, scale, softcap, mask, bias)
+    y, factor = comparable(
+        ForwardArguments(logits, k, scale, softcap, mask, bias, renormalize, dtype, candidates)
+    )
     indices = select(y, k)
     selected = y.gather(-1, indices)
     if k > 0:
@@ -135,6 +142,10 @@ def softmax_topk_backward(
     Returns:
         [..., V], contiguous.
     """
+    given = BackwardArguments(
+        *(gradient, probabilities, indices, lse_gradient, logits, statistics),
+        *(scale, softcap, mask, bias, renormalize, of_bias, dtype),
+    )
     compute = accumulation_dtype(logits.dtype)
     g, q = _weighted(gradient, probabilities, compute)
     d = (g * q).sum(-1, keepdim=True)
@@ -143,14 +154,14 @@ def softmax_topk_backward(
     if renormalize:
         dz = _scatter(torch.where(q == 0, 0, q * (g - d)), indices, columns)
         if h is not None:
-            p = _probabilities(logits, statistics, scale, softcap, mask, bias)
+            p = _probabilities(given)
             dz = dz + torch.where(p == 0, 0, p * h)
     else:
-        p = _probabilities(logits, statistics, scale, softcap, mask, bias)
+        p = _probabilities(given)
         dz = _scatter(g, indices, columns) + ((0 if h is None else h) - d)
         dz = torch.where(p == 0, 0, p * dz)
     if not of_bias:
-        dz = dz * slope_of_scores(logits, scale, softcap)
+        dz = dz * slope_of_scores(logits, given)
     return dz.to(dtype).contiguous()
 
 
@@ -164,20 +175,7 @@ class DoubleGradients(NamedTuple):
     z: Tensor
 
 
-def softmax_topk_double_backward(
-    cotangent: Tensor,
-    gradient: Tensor,
-    probabilities: Tensor,
-    indices: Tensor,
-    lse_gradient: Tensor | None,
-    logits: Tensor,
-    statistics: Tensor,
-    scale: float,
-    softcap: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    renormalize: bool,
-) -> DoubleGradients:
+def softmax_topk_double_backward(cotangent: Tensor, given: Any) -> DoubleGradients:
     """Gradients of `softmax_topk_backward` of z, itself differentiable as often as wanted.
 
     With v the cotangent of dz, D = sum(g P), and e = sum(v p) over V:
@@ -189,22 +187,22 @@ def softmax_topk_double_backward(
         dg_k = P_k (v - f) at i_k,  dP_k = v (g_k - D) - g_k f,  dh = e,  dz_j = v_j p_j h
 
     Args:
-        cotangent: of the gradient of z; the others are what `softmax_topk_backward` was given.
+        cotangent: of the gradient of z.
+        given: a record of what `softmax_topk_backward` was given.
 
     Returns:
         Gradients in the accumulation type, in which z is that of scale * logits + bias.
     """
-    compute = accumulation_dtype(logits.dtype)
-    g, q = _weighted(gradient, probabilities, compute)
+    compute, indices = accumulation_dtype(given.logits.dtype), given.indices
+    g, q = _weighted(given.gradient, given.probabilities, compute)
     d = (g * q).sum(-1, keepdim=True)
-    h = 0 if lse_gradient is None else lse_gradient.unsqueeze(-1)
-    columns = logits.shape[-1]
-    p = _probabilities(logits, statistics, scale, softcap, mask, bias)
+    h = 0 if given.lse_gradient is None else given.lse_gradient.unsqueeze(-1)
+    p = _probabilities(given)
     v = cotangent.to(compute)
-    if not renormalize:
+    if not given.renormalize:
         v = torch.where(p == 0, 0, v)
     e = (torch.where(p == 0, 0, v) * p).sum(-1, keepdim=True)
-    if renormalize:
+    if given.renormalize:
         at = torch.where(q == 0, 0, _gather(v, indices))
         f = (at * q).sum(-1, keepdim=True)
         d_gradient = q * (at - f)
@@ -213,9 +211,10 @@ def softmax_topk_double_backward(
     else:
         d_gradient = torch.where(q == 0, 0, _gather(v * p, indices) - q * e)
         d_probabilities = -g * e
-        d_z = torch.where(p == 0, 0, v * p * (_scatter(g, indices, columns) + (h - d)))
+        at_columns = _scatter(g, indices, given.logits.shape[-1])
+        d_z = torch.where(p == 0, 0, v * p * (at_columns + (h - d)))
     d_probabilities = torch.where(q == 0, 0, d_probabilities)
-    d_lse_gradient = None if lse_gradient is None else e.squeeze(-1)
+    d_lse_gradient = None if given.lse_gradient is None else e.squeeze(-1)
     return DoubleGradients(d_gradient, d_probabilities, d_lse_gradient, -d_z.sum(-1), d_z)
 
 
@@ -270,14 +269,13 @@ def rounded(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), number, dtype=dtype, device=device).double()
 
 
-def comparable(
-    logits: Tensor, scale: float, softcap: float, mask: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, float]:
+def comparable(given: Any) -> tuple[Tensor, float]:
     """y [..., V], ordered as z is, and a factor from 0 on: z = factor * y."""
+    logits, scale, mask, bias = given.logits, given.scale, given.mask, given.bias
     compute = accumulation_dtype(logits.dtype)
     factor = 1.0
-    if softcap > 0:
-        y = torch.tanh(logits.double() * (scale / softcap)) * softcap
+    if not is_linear(given):
+        y = torch.tanh(logits.double() * (scale / given.softcap)) * given.softcap
         y = (y if bias is None else y + bias).to(compute)
     elif bias is not None:
         # One rounding, as in a fused multiply-add: float64 holds the product.
@@ -290,18 +288,12 @@ def comparable(
     return y if mask is None else y.masked_fill(mask, -torch.inf), factor
 
 
-def _probabilities(
-    logits: Tensor,
-    statistics: Tensor,
-    scale: float,
-    softcap: float,
-    mask: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
+def _probabilities(given: Any) -> Tensor:
     """exp(z - max z - log sum), [..., V], in the accumulation type; differentiable."""
+    logits, statistics, mask = given.logits, given.statistics, given.mask
     compute = accumulation_dtype(logits.dtype)
-    y, factor = comparable(logits, scale, softcap, mask, bias)
-    if mask is not None or bias is not None:  # else the row is NaN
+    y, factor = comparable(given)
+    if mask is not None or given.bias is not None:  # else the row is NaN
         statistics = statistics.masked_fill(statistics[0] == -torch.inf, 0)
     maximum, log_sum, lse = statistics.double().unsqueeze(-1)
     z = (y.double() - maximum.detach()) * rounded(factor, compute, logits.device)
