@@ -19,10 +19,9 @@ from megasoftmax import layers as layers
 from megasoftmax import ranges as ranges
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason, Reasons
-from megasoftmax.distributed.context_parallel import merge_attention
 from megasoftmax.distributed.zigzag import zigzag_cat, zigzag_chunk
 from megasoftmax.functions.attention import attention
-from megasoftmax.functions.ring import ring_attention
+from megasoftmax.functions.ring import merge_attention, ring_attention
 from megasoftmax.functions.sdpa import scaled_dot_product_attention
 from megasoftmax.functions.softmax import softmax
 from megasoftmax.functions.topk import softmax_topk

@@ -1,12 +1,11 @@
 #pragma once
-// Calls of public functions, in the order of arguments that megasoftmax/functions gives.
+// Calls of public functions: tensors, then every field of the record of megasoftmax/options.py in
+// its order. None where Python must take the call.
 
 #include <Python.h>
 
 namespace megasoftmax::host {
 
-// softmax(scores, scale, softcap, mask, bias, causal, window, visible, sink, dropout, seed, dtype,
-// return_lse, dim, fused); None where Python must take the call.
 PyObject* softmax(PyObject* const* arguments);
 inline constexpr int kSoftmaxArguments = 15;
 
@@ -15,8 +14,6 @@ inline constexpr int kSoftmaxArguments = 15;
 PyObject* softmax_of_module(PyObject* const* arguments);
 inline constexpr int kModuleArguments = 3;
 
-// attention(query, key, value, bias, mask, scale, softcap, causal, window, visible, sink, dropout,
-// seed, return_lse, fused).
 PyObject* attention(PyObject* const* arguments);
 inline constexpr int kAttentionArguments = 15;
 
@@ -26,8 +23,6 @@ PyObject* attention_transposed(PyObject* const* arguments);
 // Whether attention of the same arguments would be served.
 PyObject* serves_attention(PyObject* const* arguments);
 
-// softmax_topk(logits, k, scale, softcap, mask, bias, renormalize, dtype, return_lse, group,
-// fused).
 PyObject* softmax_topk(PyObject* const* arguments);
 inline constexpr int kTopkArguments = 11;
 

@@ -90,7 +90,7 @@ def double_gradients(implementation: Implementation, ctx: Any, *cotangents: Tens
     """
     tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
     given = ctx.given._replace(**tensors)
-    p = probabilities_again(as_record(ForwardArguments, given), given.lse)
+    p = probabilities_again(given, given.lse)
     slope = slope_of_scores(given.scores, given)
     gradient = _dropped(given.gradient.to(p.dtype), given)
     scores_cotangent, *others = cotangents

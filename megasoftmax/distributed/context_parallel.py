@@ -17,90 +17,19 @@ itself; all queries with part a of an earlier rank; the queries of b with all ke
 """
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasoftmax import checks, reference
+from megasoftmax import reference
 from megasoftmax.autograd.function import Implementation, is_in_forward_mode
+from megasoftmax.autograd.softmax import gradients_beside, wanted_beside
 from megasoftmax.distributed.zigzag import parts_of_rank
 from megasoftmax.reference.attention import ForwardArguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
-
-
-def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, from that over parts of them.
-
-        parts = [
-            megasoftmax.attention(query, *part, return_lse=True)
-            for part in zip(key.chunk(2, 2), value.chunk(2, 2))
-        ]
-        output, lse = megasoftmax.merge_attention(*zip(*parts))
-
-    A part with nothing for a query, where its log-sum-exp is -inf, counts for nothing, whatever its
-    output holds; a query for which no part has anything has output 0 and -inf again. If there is a
-    sink, one part has it. Give the others a sink of -inf where all logits of a query can be -inf in
-    a part, as when they overflow: by itself such a row is NaN, and so are its gradients.
-    Plain torch, differentiable with respect to all.
-
-    Args:
-        outputs: of the parts, at least one, [..., queries, value_dim], floating, of one dtype
-            and device.
-        lses: their log-sum-exps, [..., queries], float32 or float64, of one dtype.
-
-    Returns:
-        The output in the dtype of the parts, added up in that of the log-sum-exps; and the
-        log-sum-exp.
-
-    Raises:
-        TypeError: dtypes do not agree, or are others.
-        ValueError: there are no parts, or shapes or devices do not agree.
-    """
-    _check_parts(outputs, lses)
-    largest = reduce(torch.maximum, lses).detach()
-    largest = largest.masked_fill(largest == -torch.inf, 0)
-    weights = [torch.exp(lse - largest) for lse in lses]
-    total = sum(weights[1:], weights[0])
-    nothing = total == 0
-    total = total.masked_fill(nothing, 1)
-    shares = [
-        # A clone and a product lie in memory as the output does.
-        output.clone().masked_fill_((weight == 0).unsqueeze(-1), 0)  # may have been NaN
-        * (weight / total).unsqueeze(-1)
-        for weight, output in zip(weights, outputs, strict=True)
-    ]
-    lse = total.log().masked_fill(nothing, -torch.inf) + largest
-    return sum(shares[1:], shares[0]).to(outputs[0].dtype), lse
-
-
-def _check_parts(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
-    checks.check_tensors("outputs", outputs)
-    checks.check_tensors("lses", lses)
-    if len(outputs) != len(lses):
-        raise ValueError(f"lses: expected one for each of {len(outputs)} outputs, got {len(lses)}")
-    checks.check_device("lses[0]", lses[0], "outputs[0]", outputs[0])
-    shape, dtype, lse_dtype = outputs[0].shape, outputs[0].dtype, lses[0].dtype
-    for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
-        if dtype not in checks.FLOATING or output.dtype != dtype:
-            expected = checks.FLOATING_NAMES if i == 0 else f"{dtype}, as outputs[0]"
-            raise TypeError(f"outputs[{i}]: expected {expected}, got {output.dtype}")
-        if lse.dtype not in (torch.float32, torch.float64) or lse.dtype != lse_dtype:
-            expected = "float32 or float64" if i == 0 else f"{lse_dtype}, as lses[0]"
-            raise TypeError(f"lses[{i}]: expected {expected}, got {lse.dtype}")
-        if output.shape != shape:
-            raise ValueError(
-                f"outputs[{i}]: expected shape {tuple(shape)}, as outputs[0], "
-                f"got {tuple(output.shape)}"
-            )
-        if lse.shape != shape[:-1]:
-            raise ValueError(
-                f"lses[{i}]: expected shape {tuple(shape[:-1])}, that of the outputs without the "
-                f"last dimension, got {tuple(lse.shape)}"
-            )
 
 
 class _Part(NamedTuple):
@@ -213,12 +142,12 @@ class _Block(NamedTuple):
     def of_operands(self, given: ForwardArguments, keys: Sequence[Tensor]) -> ForwardArguments:
         """The arguments of the block, from those of all blocks and the keys and values of a rank.
 
-        The sink joins when all blocks are merged. One of -inf adds nothing, and makes 0 of a row
-        whose logits are all -inf: other blocks may have others of it.
+        What joins the denominator does so when all blocks are merged. A row whose logits are all
+        -inf is 0: other blocks may have others of it.
         """
         rows, columns = self.of_tokens
         key, value = (each[:, :, columns] for each in keys)
-        return given._replace(
+        return reference.softmax.without_sink(given)._replace(
             query=given.query[:, :, rows],
             key=key,
             value=value,
@@ -226,8 +155,6 @@ class _Block(NamedTuple):
             mask=self.of_pairs(given.mask, False),
             window_left=self.window_left,
             window_right=self.window_right,
-            sink=None,
-            sink_value=-torch.inf,
             first=self.of_queries(given.first),
             end=self.of_queries(given.end),
             seed=None if given.seed is None else given.seed + self.number,
@@ -307,8 +234,7 @@ def _block(ring: Ring, of_queries: _Part, of_keys: _Part, given: ForwardArgument
     )
 
 
-_DIFFERENTIABLE = ("query", "key", "value", "bias", "sink")
-_TENSORS = (*_DIFFERENTIABLE, "mask", "first", "end", "seed")
+_TENSORS = reference.softmax.tensors_of(reference.attention.attention_forward)
 
 
 class _RingFunction(torch.autograd.Function):
@@ -326,8 +252,9 @@ class _RingFunction(torch.autograd.Function):
                 of_block, found = implementation.forward(*block.of_operands(given, held))
                 statistics.append(found)
                 merged.add(rows, of_block, found[2])
-        logit = reference.softmax.sink_logit(given.sink, given.sink_value, compute, query.device)
-        output, lse = merged.with_sink(logit)
+        output, lse = merged.with_logit(
+            reference.softmax.logit_beside(given, compute, query.device)
+        )
         ctx.set_materialize_grads(False)
         tensors = {name: getattr(given, name) for name in _TENSORS}
         ctx.save_for_backward(*tensors.values(), output, lse, *statistics)
@@ -347,11 +274,10 @@ class _RingFunction(torch.autograd.Function):
         output, lse, *statistics = ctx.saved_tensors[len(_TENSORS) :]
         given = given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
         needs = ForwardArguments(*ctx.needs_input_grad[: len(given)])
-        query, key, value, bias, sink = (getattr(given, name) for name in _DIFFERENTIABLE)
-        compute = lse.dtype
+        wants_bias, wants_rows = wanted = wanted_beside(given, needs)
+        query, key, value, bias, compute = *given[:4], lse.dtype
         if d_output is None:
             d_output = output.new_zeros(()).expand(output.shape)
-        wants_bias = bias is not None and needs.bias
         d_query = _Shares(query, compute)
         d_bias = torch.zeros_like(bias, dtype=compute) if wants_bias else None
         found = iter(statistics)
@@ -395,19 +321,15 @@ class _RingFunction(torch.autograd.Function):
                 is_rounded = has_one_block and owner == (ring.rank - 1) % ranks
                 coming = _Exchange(ring, _contents(sums, is_rounded), owner)
         d_key, d_value = (each.rounded() for each in sums)
-        d_sink = None
-        if sink is not None and needs.sink:
+        d_rows = None
+        if wants_rows:
             d = (d_output.to(compute) * output.to(compute)).sum(-1)
             d = d if d_lse is None else d - d_lse
-            d_rows = reference.softmax.sink_gradient_of_rows(sink, given.sink_value, lse, d)
-            d_sink = reference.softmax.sum_over_rows(d_rows, sink)
-        gradients = ForwardArguments(
-            query=d_query.rounded(),
-            key=d_key,
-            value=d_value,
-            bias=None if d_bias is None else d_bias.to(bias.dtype),
-            sink=d_sink,
-        )
+            d_rows = reference.softmax.gradient_beside(given, lse, d)
+        beside = gradients_beside(given, wanted, d_bias, d_rows)
+        if d_bias is not None:
+            beside["bias"] = d_bias.to(bias.dtype)
+        gradients = ForwardArguments(query=d_query.rounded(), key=d_key, value=d_value, **beside)
         return *gradients, None, None
 
 
@@ -490,7 +412,7 @@ class _Merged:
             self._to_sum()
             self._merge(rows, output, lse)
 
-    def with_sink(self, logit: Tensor | None) -> tuple[Tensor, Tensor]:
+    def with_logit(self, logit: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of all blocks, and of a logit that joins the denominator; the output as the query."""
         if self._output is None or logit is not None:
             self._to_sum()

@@ -1,11 +1,13 @@
 """Attention over a sequence that is split among the ranks of a group."""
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
-from megasoftmax import arguments
+from megasoftmax import arguments, checks
 from megasoftmax.autocast import as_autocast
 from megasoftmax.biases import RelativeBias
 from megasoftmax.distributed import context_parallel
@@ -137,3 +139,74 @@ def ring_attention(
         ForwardArguments(*merged[:3], *operands),
     )
     return leading.unmerged(output, query), leading.unmerged(lse, query)
+
+
+def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, from that over parts of them.
+
+        parts = [
+            megasoftmax.attention(query, *part, return_lse=True)
+            for part in zip(key.chunk(2, 2), value.chunk(2, 2))
+        ]
+        output, lse = megasoftmax.merge_attention(*zip(*parts))
+
+    A part with nothing for a query, where its log-sum-exp is -inf, counts for nothing, whatever its
+    output holds; a query for which no part has anything has output 0 and -inf again. If there is a
+    sink, one part has it. Give the others a sink of -inf where all logits of a query can be -inf in
+    a part, as when they overflow: by itself such a row is NaN, and so are its gradients.
+    Plain torch, differentiable with respect to all.
+
+    Args:
+        outputs: of the parts, at least one, [..., queries, value_dim], floating, of one dtype
+            and device.
+        lses: their log-sum-exps, [..., queries], float32 or float64, of one dtype.
+
+    Returns:
+        The output in the dtype of the parts, added up in that of the log-sum-exps; and the
+        log-sum-exp.
+
+    Raises:
+        TypeError: dtypes do not agree, or are others.
+        ValueError: there are no parts, or shapes or devices do not agree.
+    """
+    _check_parts(outputs, lses)
+    largest = reduce(torch.maximum, lses).detach()
+    largest = largest.masked_fill(largest == -torch.inf, 0)
+    weights = [torch.exp(lse - largest) for lse in lses]
+    total = sum(weights[1:], weights[0])
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1)
+    shares = [
+        # A clone and a product lie in memory as the output does.
+        output.clone().masked_fill_((weight == 0).unsqueeze(-1), 0)  # may have been NaN
+        * (weight / total).unsqueeze(-1)
+        for weight, output in zip(weights, outputs, strict=True)
+    ]
+    lse = total.log().masked_fill(nothing, -torch.inf) + largest
+    return sum(shares[1:], shares[0]).to(outputs[0].dtype), lse
+
+
+def _check_parts(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    checks.check_tensors("outputs", outputs)
+    checks.check_tensors("lses", lses)
+    if len(outputs) != len(lses):
+        raise ValueError(f"lses: expected one for each of {len(outputs)} outputs, got {len(lses)}")
+    checks.check_device("lses[0]", lses[0], "outputs[0]", outputs[0])
+    shape, dtype, lse_dtype = outputs[0].shape, outputs[0].dtype, lses[0].dtype
+    for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        if dtype not in checks.FLOATING or output.dtype != dtype:
+            expected = checks.FLOATING_NAMES if i == 0 else f"{dtype}, as outputs[0]"
+            raise TypeError(f"outputs[{i}]: expected {expected}, got {output.dtype}")
+        if lse.dtype not in (torch.float32, torch.float64) or lse.dtype != lse_dtype:
+            expected = "float32 or float64" if i == 0 else f"{lse_dtype}, as lses[0]"
+            raise TypeError(f"lses[{i}]: expected {expected}, got {lse.dtype}")
+        if output.shape != shape:
+            raise ValueError(
+                f"outputs[{i}]: expected shape {tuple(shape)}, as outputs[0], "
+                f"got {tuple(output.shape)}"
+            )
+        if lse.shape != shape[:-1]:
+            raise ValueError(
+                f"lses[{i}]: expected shape {tuple(shape[:-1])}, that of the outputs without the "
+                f"last dimension, got {tuple(lse.shape)}"
+            )

@@ -7,8 +7,8 @@ from megasoftmax.modules.megatron import (
     ScaledMaskedSoftmax,
     ScaledSoftmax,
     ScaledUpperTriangMaskedSoftmax,
+    SoftmaxOne,
 )
-from megasoftmax.modules.softmax_one import SoftmaxOne
 
 __all__ = [
     "AttnMaskType",

@@ -30,9 +30,9 @@ from megasoftmax.reference.softmax import (
     exclude_,
     excluded_by_ranges,
     excluded_by_window,
+    gradient_beside,
     largest_of_rows,
-    sink_gradient_of_rows,
-    sink_logit,
+    logit_beside,
     union,
     upper_limits,
 )
@@ -217,7 +217,7 @@ def attention_backward(
         d_value = _summed_times(_dropped(p, keep, given, in_place), g, block.key.shape[1])
         if sink_gradient:
             assert statistics is not None
-            d_sink = sink_gradient_of_rows(block.sink, sink_value, statistics[2], d)
+            d_sink = gradient_beside(given._replace(sink=block.sink), statistics[2], d)
         return d_query, d_key, d_value, d_bias, d_sink
 
     def cuts(block: _Block) -> tuple[tuple[int, ...], ...]:
@@ -408,7 +408,7 @@ def _weights(
     elif excluded is not None:
         z = z.masked_fill(excluded, -torch.inf)
 
-    logit = sink_logit(block.sink, given.sink_value, compute, z.device)
+    logit = logit_beside(given._replace(sink=block.sink), compute, z.device)
     largest = largest_of_rows(z.detach(), -torch.inf)
     empty = largest == -torch.inf
     highest = largest if logit is None else torch.maximum(largest, logit.detach())

@@ -82,21 +82,14 @@ def union(*parts: Tensor | None) -> Tensor | None:
     return found
 
 
-def excluded_entries(
-    scores: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    left: int,
-    right: int,
-    first: Tensor | None,
-    end: Tensor | None,
-) -> Tensor | None:
-    """Bool, broadcastable to `scores`, True = excluded by mask, causality, window or range."""
+def _excluded_entries(given: Any) -> Tensor | None:
+    """Bool, broadcastable to the scores, True = excluded by mask, causality, window or range."""
+    scores, window = given.scores, (given.causal, given.window_left, given.window_right)
     queries, keys = scores.shape[-2] if scores.dim() > 1 else 1, scores.shape[-1]
     return union(
-        mask,
-        excluded_by_window(queries, keys, causal, left, right, scores.device),
-        excluded_by_ranges(first, end, keys),
+        given.mask,
+        excluded_by_window(queries, keys, *window, scores.device),
+        excluded_by_ranges(given.first, given.end, keys),
     )
 
 
@@ -110,17 +103,20 @@ def is_linear(options: Any) -> bool:
     return not options.softcap
 
 
-def sink_logit(
-    sink: Tensor | None, sink_value: float | None, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
+def without_sink(given: Any) -> Any:
+    """Arguments with a sink of -inf, which adds nothing and makes 0 of a row of -inf."""
+    return given._replace(sink=None, sink_value=-torch.inf)
+
+
+def logit_beside(given: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """The sink as a tensor that broadcasts to [..., heads, queries]; None without a sink.
 
     A sink of +inf becomes NaN: it makes the row NaN, as +inf among the scores would.
     """
-    if sink is not None:
-        logit = sink.to(dtype).reshape((-1, 1) if sink.numel() != 1 else ())
-    elif sink_value is not None:
-        logit = torch.full((), sink_value, dtype=dtype, device=device)
+    if given.sink is not None:
+        logit = given.sink.to(dtype).reshape((-1, 1) if given.sink.numel() != 1 else ())
+    elif given.sink_value is not None:
+        logit = torch.full((), given.sink_value, dtype=dtype, device=device)
     else:
         return None
     return logit.masked_fill(logit == torch.inf, torch.nan)
@@ -175,6 +171,10 @@ def softmax_forward(
         window, first, end or a sink is given, else NaN; its log-sum-exp is the sink or -inf. A
         visible NaN or +inf makes the visible part of a row NaN.
     """
+    given = ForwardArguments(
+        *(scores, scale, softcap, mask, bias, causal, window_left, window_right, first, end),
+        *(sink, sink_value, dtype, return_lse, dropout, seed),
+    )
     compute = accumulation_dtype(scores.dtype)
     if softcap > 0:
         scores, scale = _tanh_of_scores(scores, scale, softcap), softcap
@@ -182,9 +182,11 @@ def softmax_forward(
     before, after = scale, 1.0
     if bias is None and scale != 0:
         before, after = (1.0, scale) if scale > 0 else (-1.0, -scale)
-    excluded = excluded_entries(scores, mask, causal, window_left, window_right, first, end)
-    has_sink = sink is not None or sink_value is not None
-    can_be_empty = excluded is not None or bias is not None or has_sink
+    excluded = _excluded_entries(given)
+    # CPUs have other code for the ends of arrays: float64 hides that its last bit may differ.
+    row_dtype = torch.float64 if scores.is_cpu else compute
+    logit = logit_beside(given, row_dtype, scores.device)
+    can_be_empty = excluded is not None or bias is not None or logit is not None
     z = scores.contiguous()
     is_copied = can_be_empty or before != 1 or after != 1 or z.dtype != compute
     if is_copied:
@@ -205,9 +207,6 @@ def softmax_forward(
     in_place = is_copied and z.is_cpu and not refuses_out(z)
     probabilities = torch.softmax(z, -1, out=z) if in_place else z.softmax(-1)
 
-    # CPUs have other code for the ends of arrays: float64 hides that its last bit may differ.
-    row_dtype = torch.float64 if scores.is_cpu else compute
-    logit = sink_logit(sink, sink_value, row_dtype, scores.device)
     if return_lse or logit is not None:
         # The largest probability is 1 / sum exp(z - max z).
         lse = after * largest.to(row_dtype) - largest_of_rows(probabilities, 1).to(row_dtype).log_()
@@ -275,47 +274,36 @@ def softmax_backward(
         sink for each row, float32 (float64 for float64 scores), [..., heads, queries]. (0,) for
         what is not asked for.
     """
+    given = BackwardArguments(
+        *(gradient, probabilities, lse_gradient, lse, scale, bias, causal, window_left),
+        *(window_right, first, end, sink, sink_value, dtype, bias_gradient, sink_gradient),
+    )
     compute = accumulation_dtype(dtype)
     p = probabilities.to(compute)
     g = torch.ops.aten.threshold_backward(gradient, probabilities, 0).to(compute)  # as clear_
-    return _backward_(
-        *(g, p, lse_gradient, lse, scale, bias, sink, sink_value),
-        *(dtype, bias_gradient, sink_gradient),
-    )
+    return _backward_(g, p, scale, given)
 
 
 def _backward_(
-    dz: Tensor,
-    p: Tensor,
-    lse_gradient: Tensor | None,
-    lse: Tensor | None,
-    slope: Tensor | float,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    sink_value: float | None,
-    dtype: torch.dtype,
-    bias_gradient: bool,
-    sink_gradient: bool,
+    dz: Tensor, p: Tensor, slope: Tensor | float, given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`softmax_backward`, computed in place in dz, which holds g where p is not 0, else 0.
 
     slope: the derivative of z by the scores.
     """
     d = dz.mul_(p).sum(-1)
-    if lse_gradient is not None:
-        d -= lse_gradient
+    if given.lse_gradient is not None:
+        d -= given.lse_gradient
     dz.addcmul_(p, d.unsqueeze(-1), value=-1)
     clear_(dz, keep=p)  # d may be NaN
 
-    d_scores = (dz * slope if bias_gradient else dz.mul_(slope)).to(dtype).contiguous()
-    d_bias = dz.new_empty(0)
-    if bias_gradient:
-        assert bias is not None
-        d_bias = dz.sum_to_size(bias.shape).to(bias.dtype)
-    d_sink = dz.new_empty(0)
-    if sink_gradient:
-        d_sink = sink_gradient_of_rows(sink, sink_value, lse, d)
-    return d_scores, d_bias, d_sink
+    d_scores = dz * slope if given.bias_gradient else dz.mul_(slope)
+    d_bias, d_rows = dz.new_empty(0), dz.new_empty(0)
+    if given.bias_gradient:
+        d_bias = dz.sum_to_size(given.bias.shape).to(given.bias.dtype)
+    if given.sink_gradient:
+        d_rows = gradient_beside(given, given.lse, d)
+    return d_scores.to(given.dtype).contiguous(), d_bias, d_rows
 
 
 def softmax_dropout_backward(
@@ -361,9 +349,10 @@ def softmax_dropout_backward(
     Returns:
         The gradients that `softmax_backward` returns.
     """
-    given = ForwardArguments(
-        *(scores, scale, softcap, mask, bias, causal, window_left, window_right, first, end),
-        *(sink, sink_value, gradient.dtype, True, dropout, seed),
+    given = DropoutBackwardArguments(
+        *(gradient, scores, lse_gradient, lse, scale, softcap, mask, bias, causal, window_left),
+        *(window_right, first, end, sink, sink_value, dtype, bias_gradient, sink_gradient),
+        *(dropout, seed),
     )
     p = probabilities_again(given, lse, in_place=True)
     g = gradient.to(p.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -371,24 +360,18 @@ def softmax_dropout_backward(
         assert seed is not None
         drop_(g, kept_of_scores(seed, dropout, scores), dropout)
     clear_(g, keep=p)
-    return _backward_(
-        *(g, p, lse_gradient, lse, slope_of_scores(scores, given), bias, sink, sink_value),
-        *(dtype, bias_gradient, sink_gradient),
-    )
+    return _backward_(g, p, slope_of_scores(scores, given), given)
 
 
 def probabilities_again(given: Any, lse: Tensor, *, in_place: bool = False) -> Tensor:
     """What `softmax_forward` computes without dropout, not rounded, from its log-sum-exp.
 
     Args:
-        given: the arguments of `softmax_forward`.
+        given: its arguments, or those of `softmax_dropout_backward`.
         lse: what it returned.
         in_place: makes one buffer, and is not differentiable.
     """
-    excluded = excluded_entries(
-        *(given.scores, given.mask, given.causal, given.window_left, given.window_right),
-        *(given.first, given.end),
-    )
+    excluded = _excluded_entries(given)
     has_sink = given.sink is not None or given.sink_value is not None
     if excluded is not None or given.bias is not None or has_sink:
         empty = (lse == -torch.inf).unsqueeze(-1)
@@ -508,7 +491,7 @@ def softmax_double_backward(
     e = (v * p).sum(dim)
     d_lse = d_sink = None
     if sink_cotangent is not None and given.sink_gradient:
-        weight = sink_share(given.sink, given.sink_value, given.lse) * sink_cotangent
+        weight = _share_beside(given, given.lse) * sink_cotangent
         e = e + weight
         d_lse = weight * d
         d_sink = None if given.sink is None else -sum_over_rows(d_lse, given.sink)
@@ -557,7 +540,7 @@ def softmax_tangents(
     if tangents.sink is not None:
         d_sink = tangents.sink.to(lse.dtype)
         d_sink = d_sink.reshape((-1, 1) if d_sink.numel() != 1 else ())
-        d_lse = d_lse + sink_share(given.sink, None, lse) * d_sink
+        d_lse = d_lse + _share_beside(given, lse) * d_sink
     dp = torch.where(p == 0, 0, p * (dz - d_lse.unsqueeze(dim)))
     return dp.to(probabilities.dtype), d_lse
 
@@ -600,27 +583,23 @@ def clear_(values: Tensor, keep: Tensor) -> None:
         torch.ops.aten.threshold_backward.grad_input(values, keep, 0, grad_input=values)
 
 
-def sink_share(sink: Tensor | None, sink_value: float | None, lse: Tensor | None) -> Tensor:
+def _share_beside(given: Any, lse: Tensor) -> Tensor:
     """exp(sink - lse) of each row: the probability that goes to the sink; 0 for a sink of -inf."""
-    logit, lse = _logit_beside(sink, sink_value, lse)
-    return torch.exp(logit - lse).masked_fill(logit == -torch.inf, 0)
+    weight, is_none = _weight_beside(given, lse)
+    return weight.masked_fill(is_none, 0)
 
 
-def sink_gradient_of_rows(
-    sink: Tensor | None, sink_value: float | None, lse: Tensor | None, d: Tensor
-) -> Tensor:
+def gradient_beside(given: Any, lse: Tensor, d: Tensor) -> Tensor:
     """-d times the sink's share of each row; 0 for a sink of -inf, in a row of NaN too."""
-    logit, lse = _logit_beside(sink, sink_value, lse)
-    return (-torch.exp(logit - lse) * d).masked_fill(logit == -torch.inf, 0)
+    weight, is_none = _weight_beside(given, lse)
+    return (-weight * d).masked_fill(is_none, 0)
 
 
-def _logit_beside(
-    sink: Tensor | None, sink_value: float | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _weight_beside(given: Any, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     assert lse is not None, "the gradient of the sink needs the log-sum-exp"
-    logit = sink_logit(sink, sink_value, lse.dtype, lse.device)
+    logit = logit_beside(given, lse.dtype, lse.device)
     assert logit is not None
-    return logit, lse
+    return torch.exp(logit - lse), logit == -torch.inf
 
 
 def tensors_of(function: Callable[..., Any]) -> tuple[str, ...]:
