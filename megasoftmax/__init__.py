@@ -20,12 +20,11 @@ from megasoftmax import ranges as ranges
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason, Reasons
 from megasoftmax.distributed.zigzag import zigzag_cat, zigzag_chunk
-from megasoftmax.functions.attention import attention
+from megasoftmax.functions.attention import attention, attention_varlen
 from megasoftmax.functions.ring import merge_attention, ring_attention
 from megasoftmax.functions.sdpa import scaled_dot_product_attention
 from megasoftmax.functions.softmax import softmax
 from megasoftmax.functions.topk import softmax_topk
-from megasoftmax.functions.varlen import attention_varlen
 from megasoftmax.functions.why_not_fused import why_not_fused
 from megasoftmax.masks import TileMask
 from megasoftmax.modules import (

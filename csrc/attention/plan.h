@@ -154,7 +154,7 @@ inline bool has_dense_rows(const AttentionParams& params) {
          params.bias.column_stride == 1;
 }
 inline BiasKind bias_kind(const AttentionParams& params) {
-  if (params.softcap.is_given()) return BiasKind::kSoftcap;
+  if (!params.are_linear()) return BiasKind::kSoftcap;
   if (params.bias.data == nullptr) return BiasKind::kNone;
   return has_dense_rows(params) && has_aligned_rows(params.bias) ? BiasKind::kTile : BiasKind::kAny;
 }

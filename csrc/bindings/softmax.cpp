@@ -169,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor> gradients_of(
   const auto workspace = set_workspace(launch, probabilities);
   check_cuda(softmax_backward(launch, stream), "softmax_backward");
   if (bias_gradient) bias_parts = sum_of_parts(bias_parts, launch.params.splits, *bias);
-  if (bias_gradient && params.softcap.is_given()) {  // that of the scores is not complete
+  if (bias_gradient && !params.are_linear()) {  // that of the scores is not complete
     params.has_bias_gradient = false;
     SoftmaxBackwardLaunch again = plan_softmax_backward(params, stream);
     const auto its_workspace = set_workspace(again, probabilities);

@@ -56,9 +56,9 @@ enum Rows : unsigned {
   kBiasGradient = 16,  // backward, with sums of a bias gradient; each row belongs to one block
   kTiny = 32,          // kUnmasked or kRagged rows of a contiguous tensor, of few columns
   kRagged = 64,        // kUnmasked rows, but ragged
-  kDropped = 128,      // with dropout, whatever else, and backward with a softcap; no bias gradient
+  kDropped = 128,      // with dropout, whatever else, and backward from scores; no bias gradient
   kDroppedBiasGradient = 256,
-  kBiasOrRaggedMask = 512,  // with a bias or forward a softcap, or ragged with a mask
+  kBiasOrRaggedMask = 512,  // in instances of a bias, or ragged with a mask
   kContiguous = 1024,       // of a contiguous tensor, with nothing but a scale; not ragged
   kContiguousRagged = 2048,
   kCommon = kUnmasked | kRagged | kLimited | kMasked | kBiasOrRaggedMask,

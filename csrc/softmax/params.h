@@ -58,8 +58,8 @@ struct ForwardParams : LogitOptions {
   Window window;
   VisibleRanges visible;
   Dropout dropout;
-  // Instances of a bias take a softcap too, and then the bias may be absent.
-  bool takes_bias_instance() const { return bias.data != nullptr || softcap.is_given(); }
+  // Instances of a bias serve all that is not linear, and then the bias may be absent.
+  bool takes_bias_instance() const { return bias.data != nullptr || !are_linear(); }
 
   void* probabilities = nullptr;  // contiguous, 16-byte aligned
   DType probabilities_type = DType::kFloat32;
@@ -74,9 +74,9 @@ struct ForwardParams : LogitOptions {
 
 struct BackwardParams : LogitOptions {
   Shape shape;
-  // Both have one type. With dropout or a softcap `probabilities` are scores, and the probabilities
-  // are computed again with mask, bias and log-sum-exp, which are not read otherwise. With a
-  // softcap and a gradient of the bias, that of the scores is not complete: another launch computes
+  // Both have one type. If it has_scores(), `probabilities` are scores, and the probabilities are
+  // computed again with mask, bias and log-sum-exp, which are not read otherwise. With a gradient
+  // of the bias, that of scores is not complete if logits are not linear: another launch computes
   // it.
   Strided gradient, probabilities;
   Strided mask, bias;
@@ -85,8 +85,8 @@ struct BackwardParams : LogitOptions {
   Window window;
   VisibleRanges visible;
   Dropout dropout;
-  bool has_scores() const { return dropout.is_given() || softcap.is_given(); }
-  bool takes_bias_instance() const { return bias.data != nullptr || softcap.is_given(); }
+  bool has_scores() const { return dropout.is_given() || !are_linear(); }
+  bool takes_bias_instance() const { return bias.data != nullptr || !are_linear(); }
 
   void* scores_gradient = nullptr;  // contiguous, 16-byte aligned
   DType scores_gradient_type = DType::kFloat32;

@@ -38,7 +38,7 @@ def wanted_beside(given: Any, needs: Any) -> tuple[bool, bool]:
 
 
 def gradients_beside(
-    given: Any, wanted: tuple[bool, bool], d_bias: Tensor, d_rows: Tensor
+    given: Any, wanted: tuple[bool, bool], d_bias: Tensor | None, d_rows: Any
 ) -> dict[str, Tensor | None]:
     """Those of bias and sink, by name, from what a backward function returns for them."""
     wants_bias, wants_sink = wanted

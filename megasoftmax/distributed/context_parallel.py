@@ -275,11 +275,11 @@ class _RingFunction(torch.autograd.Function):
         given = given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
         needs = ForwardArguments(*ctx.needs_input_grad[: len(given)])
         wants_bias, wants_rows = wanted = wanted_beside(given, needs)
-        query, key, value, bias, compute = *given[:4], lse.dtype
+        query, key, value, compute = given.query, given.key, given.value, lse.dtype
         if d_output is None:
             d_output = output.new_zeros(()).expand(output.shape)
         d_query = _Shares(query, compute)
-        d_bias = torch.zeros_like(bias, dtype=compute) if wants_bias else None
+        d_bias = torch.zeros_like(given.bias, dtype=compute) if wants_bias else None
         found = iter(statistics)
 
         def shares_of(owner: int, held: list[Tensor]) -> list[_Shares]:
@@ -326,9 +326,9 @@ class _RingFunction(torch.autograd.Function):
             d = (d_output.to(compute) * output.to(compute)).sum(-1)
             d = d if d_lse is None else d - d_lse
             d_rows = reference.softmax.gradient_beside(given, lse, d)
-        beside = gradients_beside(given, wanted, d_bias, d_rows)
         if d_bias is not None:
-            beside["bias"] = d_bias.to(bias.dtype)
+            d_bias = d_bias.to(given.bias.dtype)
+        beside = gradients_beside(given, wanted, d_bias, d_rows)
         gradients = ForwardArguments(query=d_query.rounded(), key=d_key, value=d_value, **beside)
         return *gradients, None, None
 

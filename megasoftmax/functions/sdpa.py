@@ -64,11 +64,9 @@ def scaled_dot_product_attention(
     Source:
         torch.nn.functional.scaled_dot_product_attention in the documentation of torch.
     """
-    dropout_p = as_number("dropout_p", dropout_p)
-    check_dropout("dropout_p", dropout_p)
-    tensors, limits, shape = _from_torch(query, key, value, attn_mask, is_causal, enable_gqa)
-    limits |= {"scale": scale, "softcap": softcap, "dropout": dropout_p}
-    return attention(*tensors, **limits).view(shape)
+    given = query, key, value, attn_mask, dropout_p, is_causal, enable_gqa
+    tensors, limits, shape = _from_torch(*given)
+    return attention(*tensors, **limits, scale=scale, softcap=softcap).view(shape)
 
 
 def _from_torch(
@@ -76,21 +74,26 @@ def _from_torch(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    dropout_p: float,
     is_causal: bool,
     enable_gqa: bool,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], tuple[int, ...]]:
     """Query, key and value of `attention`, its limits, and the shape of torch's result."""
+    dropout = as_number("dropout_p", dropout_p)
+    check_dropout("dropout_p", dropout)
     batch, heads, key_heads = arguments.check_sdpa(
         query, key, value, attn_mask, is_causal, enable_gqa
     )
     queries, keys = query.shape[-2], key.shape[-2]
     rank = max(query.dim(), key.dim(), value.dim())
     shape = (*batch, heads, queries, value.shape[-1])[-rank:]
-    limits: dict[str, Any] = {"causal": is_causal}
+    limits: dict[str, Any] = {"dropout": dropout}
     if is_causal and keys > queries:  # no query sees the keys after the last of them
         key, value = key[..., :queries, :], value[..., :queries, :]
-    elif is_causal and keys < queries:  # j <= i where the last query stands at the last key
-        limits = {"window": (-1, queries - keys)}
+    if is_causal and keys < queries:  # j <= i where the last query stands at the last key
+        limits["window"] = (-1, queries - keys)
+    else:
+        limits["causal"] = is_causal
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             limits["mask"] = ~_without_repeats(attn_mask)
@@ -118,8 +121,6 @@ def sdpa_reasons(
     enable_gqa: bool = False,
     softcap: float | None = None,
 ) -> Reasons:
-    dropout_p = as_number("dropout_p", dropout_p)
-    check_dropout("dropout_p", dropout_p)
-    tensors, limits, _ = _from_torch(query, key, value, attn_mask, is_causal, enable_gqa)
-    limits |= {"scale": scale, "softcap": softcap, "dropout": dropout_p}
-    return attention_reasons(*tensors, **limits)
+    given = query, key, value, attn_mask, dropout_p, is_causal, enable_gqa
+    tensors, limits, _ = _from_torch(*given)
+    return attention_reasons(*tensors, **limits, scale=scale, softcap=softcap)

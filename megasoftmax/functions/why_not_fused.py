@@ -6,11 +6,15 @@ import torch
 
 from megasoftmax import checks
 from megasoftmax.dispatch import Reason, Reasons
-from megasoftmax.functions.attention import attention, attention_reasons
+from megasoftmax.functions.attention import (
+    attention,
+    attention_reasons,
+    attention_varlen,
+    varlen_reasons,
+)
 from megasoftmax.functions.sdpa import scaled_dot_product_attention, sdpa_reasons
 from megasoftmax.functions.softmax import softmax, softmax_reasons
 from megasoftmax.functions.topk import softmax_topk, topk_reasons
-from megasoftmax.functions.varlen import attention_varlen, varlen_reasons
 
 
 def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> Reasons:
