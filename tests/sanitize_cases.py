@@ -20,6 +20,9 @@ from inputs import KERNELS, attention_kernels, gpu_like
 from megasoftmax.build import extension, library
 from megasoftmax.explain import PACK_BYTES, explain
 from megasoftmax.limits import kernel_limits
+from megasoftmax.reference import attention as of_attention
+from megasoftmax.reference import softmax as of_rows
+from megasoftmax.reference.softmax import as_record, plain
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "backward")
@@ -459,28 +462,31 @@ def call_softmax(
     excluded = given.mask(*given.beside(shape)) if mask else None
     dropout = (0.3, torch.tensor([7], device=given.device)) if drops else (0.0, None)
     softcap = next(given.softcaps)
-    visible = given.ranges(*shape[:-1], keys=columns) if has_ranges else (None, None)
-    options = (False, *window, *visible, sink, sink_value, out)
+    first, end = given.ranges(*shape[:-1], keys=columns) if has_ranges else (None, None)
+    scores = given.floats(*shape, dtype=element, layout=layout)
+    options = {"scale": scale, "softcap": softcap, "mask": excluded, "bias": bias_tensor}
+    options |= {"first": first, "end": end, "sink": sink, "sink_value": sink_value, "dtype": out}
+    options |= {"window_left": window[0], "window_right": window[1], "return_lse": has_lse}
+    options |= {"dropout": dropout[0], "seed": dropout[1]}
+    forward = plain(of_rows.ForwardArguments, scores=scores, **options)
     if direction == "forward":
-        scores = given.floats(*shape, dtype=element, layout=layout)
-        OPS.softmax_forward(
-            *(scores, scale, softcap, excluded, bias_tensor, *options, has_lse, *dropout)
-        )
+        OPS.softmax_forward(*forward)
         return
-    gradient, probabilities = (given.floats(*shape, dtype=element, layout=layout) for _ in "gp")
     lse, lse_gradient = (given.floats(*shape[:-1], dtype=torch.float32) for _ in "lg")
-    rows = (lse_gradient if has_lse else None, lse)
-    wanted = (sums_bias and bias is not None, has_sink)
-    if drops or softcap > 0:
-        scores = probabilities
+    backward = {
+        "gradient": given.floats(*shape, dtype=element, layout=layout),
+        "lse_gradient": lse_gradient if has_lse else None,
+        "lse": lse,
+        "bias_gradient": sums_bias and bias is not None,
+        "sink_gradient": has_sink,
+    }
+    if of_rows.keeps_scores(forward):
         OPS.softmax_dropout_backward(
-            *(gradient, scores, *rows, scale, softcap, excluded, bias_tensor),
-            *(*options, *wanted, *dropout),
+            *as_record(of_rows.DropoutBackwardArguments, forward, **backward)
         )
     else:
-        OPS.softmax_backward(
-            *(gradient, probabilities, *rows, scale, bias_tensor), *options, *wanted
-        )
+        backward["probabilities"] = scores
+        OPS.softmax_backward(*as_record(of_rows.BackwardArguments, forward, **backward))
 
 
 # Softmax over an earlier dimension
@@ -693,9 +699,9 @@ def call_attention(given, sizes, dtype, dim, bias, bias_dtype, deterministic):
         block = 64 if masking == "blocks" else 1
         has_note = mask is not None and queries > 16 and next(given.flags)
         note = OPS.tile_note(mask, block, queries, keys) if has_note else None
-        visible = (None, None)
+        first = end = None
         if masking in ("ranges", "window") and note is None:
-            visible = given.ranges(BATCHES, HEADS, queries, keys=keys)
+            first, end = given.ranges(BATCHES, HEADS, queries, keys=keys)
         if bias != "none":
             sizes = {"b": BATCHES, "h": HEADS, "m": queries, "n": keys, "1": 1}
             shape = [sizes[letter] for letter in ATTENTION_BIASES[bias] if bias != "relative"]
@@ -707,26 +713,29 @@ def call_attention(given, sizes, dtype, dim, bias, bias_dtype, deterministic):
         left, right = {"causal": (-1, 0), "window": (5, 2)}.get(masking, (-1, -1))
         if masking == "blocks" and queries <= 16:  # kernels of few queries know of no blocks
             mask, block = None, 1
-        options = (
-            table,
-            mask,
-            0.3,
-            next(given.softcaps),
-            False,
-            left,
-            right,
-            sink,
-            sink_value,
-            bias == "relative",
-        )
         dropout, seed = given.dropout()
-        options = (*options, *visible, note, block, dropout, seed, next(allows_tf32))
-        output, statistics = OPS.attention_forward(query, key, value, *options)
         lse_gradient = given.floats(BATCHES, HEADS, queries, dtype=torch.float32, layout="offset")
-        OPS.attention_backward(
-            *(output_gradient, lse_gradient if next(given.flags) else None, query, key, value),
-            *(output, statistics, *options, table is not None, sink is not None, deterministic),
-        )
+        options = {"bias": table, "relative": bias == "relative", "mask": mask, "note": note}
+        options |= {"softcap": next(given.softcaps), "window_left": left, "window_right": right}
+        options |= {"sink": sink, "sink_value": sink_value, "first": first, "end": end}
+        options |= {"block": block, "dropout": dropout, "seed": seed, "tf32": next(allows_tf32)}
+        d_lse = lse_gradient if next(given.flags) else None
+        attend(query, key, value, output_gradient, d_lse, deterministic=deterministic, **options)
+
+
+def attend(
+    query, key, value, d_output=None, d_lse=None, sums_bias=True, deterministic=False, **options
+):
+    """Forward and, if there is a gradient of the output, backward."""
+    tensors = {"query": query, "key": key, "value": value, "scale": 0.3}
+    forward = plain(of_attention.ForwardArguments, **tensors, **options)
+    output, statistics = OPS.attention_forward(*forward)
+    if d_output is not None:
+        backward = {"d_output": d_output, "d_lse": d_lse, "output": output}
+        backward |= {"statistics": statistics, "deterministic": deterministic}
+        backward["bias_gradient"] = sums_bias and forward.bias is not None
+        backward["sink_gradient"] = forward.sink is not None
+        OPS.attention_backward(*as_record(of_attention.BackwardArguments, forward, **backward))
 
 
 def takes_turns(dtype, dim, **_):
@@ -751,26 +760,11 @@ def attention_in_turns(given, dtype, dim, bias):
             table = given.floats(*shapes[bias], dtype=DTYPES[dtype], layout="exact")
         masks = (None, given.mask(batches, 1, queries, keys), given.mask(batches, 1, 1, keys))
         seed = torch.tensor([7], device=given.device)
-        ways = [*((mask, 0.0, None) for mask in masks), (None, 0.3, seed)]
-        for (mask, *dropout), allows_tf32 in itertools.product(ways, {False, dtype == "fp32"}):
-            options = (
-                table,
-                mask,
-                0.3,
-                next(given.softcaps),
-                False,
-                -1,
-                -1,
-                None,
-                None,
-                bias == "relative",
-            )
-            options = (*options, None, None, None, 1, *dropout, allows_tf32)
-            output, statistics = OPS.attention_forward(query, key, value, *options)
-            OPS.attention_backward(
-                *(output_gradient, None, query, key, value, output, statistics, *options),
-                *(table is not None, False, True),
-            )
+        ways = [*({"mask": mask} for mask in masks), {"dropout": 0.3, "seed": seed}]
+        for way, allows_tf32 in itertools.product(ways, {False, dtype == "fp32"}):
+            options = {"softcap": next(given.softcaps), "tf32": allows_tf32} | way
+            options |= {"bias": table, "relative": bias == "relative", "deterministic": True}
+            attend(query, key, value, output_gradient, **options)
 
 
 def attention_small(given, dtype, dim):
@@ -791,16 +785,13 @@ def attention_small(given, dtype, dim):
             if bias_dtype is not None:
                 table = given.floats(1, heads, queries, keys, dtype=DTYPES[bias_dtype])
             sink, sink_value = given.sink(heads)
-            window = (5, 2) if mask is None and bias_dtype == "fp32" else (-1, -1)
-            options = (table, mask, 0.3, 0.0, False, *window, sink, sink_value, False)
-            options = (*options, None, None, None, 1, 0.0, None, False)
-            output, statistics = OPS.attention_forward(query, key, value, *options)
-            rows = given.floats(batches, heads, queries, dtype=torch.float32, layout="exact")
-            OPS.attention_backward(
-                *(output_gradient, rows if next(given.flags) else None, query, key, value),
-                *(output, statistics, *options),
-                *(table is not None and next(given.flags), sink is not None, False),
-            )
+            options = {"bias": table, "mask": mask, "sink": sink, "sink_value": sink_value}
+            if mask is None and bias_dtype == "fp32":
+                options |= {"window_left": 5, "window_right": 2}
+            d_lse = given.floats(batches, heads, queries, dtype=torch.float32, layout="exact")
+            d_lse = d_lse if next(given.flags) else None
+            sums_bias = next(given.flags)
+            attend(query, key, value, output_gradient, d_lse, sums_bias=sums_bias, **options)
 
 
 def attention_wide(given, dtype, has_bias):
@@ -828,17 +819,17 @@ def attention_wide(given, dtype, has_bias):
         mask = None
         if masking in ("mask", "blocks"):
             mask = given.mask(BATCHES, 4 * HEADS, -(-queries // block), -(-keys // block))
-        visible = (None, None)
+        first = end = None
         if masking == "ranges":
-            visible = given.ranges(BATCHES, 4 * HEADS, queries, keys=keys)
+            first, end = given.ranges(BATCHES, 4 * HEADS, queries, keys=keys)
         bias = None
         if has_bias:
             bias = given.floats(1, 4 * HEADS, queries, keys, dtype=DTYPES[dtype])
         right = 0 if masking == "causal" else -1
-        OPS.attention_forward(
-            *(query, key, value, bias, mask, 0.3, next(given.softcaps), False, -1, right),
-            *(*given.sink(4 * HEADS), False, *visible, None, block, 0.0, None, False),
-        )
+        sink, sink_value = given.sink(4 * HEADS)
+        options = {"softcap": next(given.softcaps), "sink": sink, "sink_value": sink_value}
+        options |= {"bias": bias, "mask": mask, "window_right": right, "block": block}
+        attend(query, key, value, **options, first=first, end=end)
 
 
 OPS = torch.ops.megasoftmax

@@ -52,11 +52,12 @@ std::pair<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const 
                                   const AttentionOptions& options) {
   const auto& [mask, scale, softcap, is_causal, window, sink_value, is_relative, visible, dropout,
                seed, is_transposed] = options;
-  const Stack results = run(
-      kAttentionForward, {query,       key,           value,       bias,         mask, scale,
-                          softcap,     is_causal,     window.left, window.right, sink, sink_value,
-                          is_relative, visible.first, visible.end, {},           1,    dropout,
-                          seed,        false});  // of 16 bits alone, see fit
+  const bool tf32 = false;  // of 16 bits alone, see fit
+  const Stack results =
+      run(kAttentionForward,
+          stack_of(query, key, value, bias, mask, scale, softcap, is_causal, window.left,
+                   window.right, sink, sink_value, is_relative, visible.first, visible.end,
+                   c10::IValue(), 1, dropout, seed, tf32));
   Tensor output = results[0].toTensor();
   if (is_transposed) transpose(output);
   return {output, results[1].toTensor()};
@@ -97,34 +98,13 @@ struct Attention : torch::autograd::Function<Attention> {
     Tensor d_output = gradients[0].defined() ? gradients[0] : zeros_like_expanded(output);
     if (given[12].toBool()) output = output.transpose(1, 2), d_output = d_output.transpose(1, 2);
     const c10::IValue d_lse = gradients[1].defined() ? gradients[1].select(0, 2) : c10::IValue();
-    const Stack results =
-        run_backward(kAttentionBackward, {d_output,
-                                          d_lse,
-                                          saved[kQuery],
-                                          saved[kKey],
-                                          saved[kValue],
-                                          output,
-                                          saved[kStatistics],
-                                          argument(kBias),
-                                          argument(kMask),
-                                          scale,
-                                          given[13],
-                                          is_causal,
-                                          left,
-                                          right,
-                                          argument(kSink),
-                                          sink_value,
-                                          is_relative,
-                                          argument(kFirst),
-                                          argument(kEnd),
-                                          {},
-                                          1,
-                                          dropout,
-                                          argument(kSeed),
-                                          false,
-                                          wants_bias,
-                                          wants_sink,
-                                          at::globalContext().deterministicAlgorithms()});
+    const Stack results = run_backward(
+        kAttentionBackward,
+        stack_of(d_output, d_lse, saved[kQuery], saved[kKey], saved[kValue], output,
+                 saved[kStatistics], argument(kBias), argument(kMask), scale, given[13], is_causal,
+                 left, right, argument(kSink), sink_value, is_relative, argument(kFirst),
+                 argument(kEnd), c10::IValue(), 1, dropout, argument(kSeed), false, wants_bias,
+                 wants_sink, at::globalContext().deterministicAlgorithms()));
     const auto result = [&](int which) {  // query, key, value
       return given[7 + which].toBool() ? results[which].toTensor() : Tensor();
     };

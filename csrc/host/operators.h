@@ -36,6 +36,15 @@ inline constexpr Name kNames[kOperators] = {
 // what is differentiated again or runs under transforms.
 void bind(const std::string& name_space, PyObject* backward);
 
+// The arguments of an op; c10::IValue() is None.
+template <class... Arguments>
+Stack stack_of(Arguments&&... arguments) {
+  Stack stack;
+  stack.reserve(sizeof...(arguments) + 2);  // of the results, more than one
+  (stack.emplace_back(std::forward<Arguments>(arguments)), ...);
+  return stack;
+}
+
 // The results of an op, below autograd.
 Stack run(Operator which, Stack arguments);
 

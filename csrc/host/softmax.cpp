@@ -35,23 +35,12 @@ variable_list forward(const Tensor& scores, const std::optional<Tensor>& bias,
   const auto& [scale, mask, is_causal, window, visible, sink_value, dtype, return_lse] = options;
   if (!return_lse && !bias && !window.is_given && !visible.first && !visible.end && !sink &&
       !sink_value)
-    return {run(kSoftmaxForwardAlone, {scores, scale, mask, is_causal, dtype})[0].toTensor()};
-  const Stack results = run(kSoftmaxForward, {scores,
-                                              scale,
-                                              0.0,
-                                              mask,
-                                              bias,
-                                              is_causal,
-                                              window.left,
-                                              window.right,
-                                              visible.first,
-                                              visible.end,
-                                              sink,
-                                              sink_value,
-                                              dtype,
-                                              return_lse,
-                                              0.0,
-                                              {}});
+    return {
+        run(kSoftmaxForwardAlone, stack_of(scores, scale, mask, is_causal, dtype))[0].toTensor()};
+  const Stack results =
+      run(kSoftmaxForward, stack_of(scores, scale, 0.0, mask, bias, is_causal, window.left,
+                                    window.right, visible.first, visible.end, sink, sink_value,
+                                    dtype, return_lse, 0.0, c10::IValue()));
   variable_list wanted{results[0].toTensor()};
   if (return_lse) wanted.push_back(results[1].toTensor());
   return wanted;
@@ -96,24 +85,13 @@ struct Softmax : torch::autograd::Function<Softmax> {
         sizes.push_back(size.toInt());
       bias = at::empty({}, probabilities.options().dtype(given[6].toScalarType())).expand(sizes);
     }
-    const Stack results = run_backward(kSoftmaxBackward,
-                                       {gradient,
-                                        probabilities,
-                                        has_lse ? as_argument(gradients[1]) : c10::IValue(),
-                                        as_argument(lse),
-                                        given[0],
-                                        bias,
-                                        given[1],
-                                        given[2],
-                                        given[3],
-                                        as_argument(saved[3]),
-                                        as_argument(saved[4]),
-                                        as_argument(sink),
-                                        {},
-                                        given[4],
-                                        wants_bias,
-                                        wants_sink},
-                                       13);
+    const c10::IValue d_lse = has_lse ? as_argument(gradients[1]) : c10::IValue();
+    const Stack results = run_backward(
+        kSoftmaxBackward,
+        stack_of(gradient, probabilities, d_lse, as_argument(lse), given[0], bias, given[1],
+                 given[2], given[3], as_argument(saved[3]), as_argument(saved[4]),
+                 as_argument(sink), c10::IValue(), given[4], wants_bias, wants_sink),
+        13);
     return {results[0].toTensor(),
             wants_bias ? results[1].toTensor() : Tensor(),
             wants_sink ? sum_over_rows(results[2].toTensor(), sink) : Tensor(),

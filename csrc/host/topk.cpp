@@ -33,7 +33,7 @@ struct TopkOptions {
 variable_list forward(const Tensor& logits, const TopkOptions& options) {
   const auto& [k, scale, softcap, mask, bias, renormalize, dtype] = options;
   const Stack results =
-      run(kTopkForward, {logits, k, scale, softcap, mask, bias, renormalize, dtype, false});
+      run(kTopkForward, stack_of(logits, k, scale, softcap, mask, bias, renormalize, dtype, false));
   return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor()};
 }
 
@@ -54,11 +54,11 @@ struct Topk : torch::autograd::Function<Topk> {
     const auto& given = context->saved_data["options"].toTupleRef().elements();
     const Tensor gradient = gradients[0].defined() ? gradients[0] : zeros_like_expanded(saved[0]);
     const c10::IValue d_lse = gradients[2].defined() ? gradients[2].select(0, 2) : c10::IValue();
-    const Stack results =
-        run_backward(kTopkBackward,
-                     {gradient, saved[0], saved[1], d_lse, saved[3], saved[2], given[0], given[1],
-                      as_argument(saved[4]), as_argument(saved[5]), given[2], false, given[3]},
-                     12);
+    const Stack results = run_backward(
+        kTopkBackward,
+        stack_of(gradient, saved[0], saved[1], d_lse, saved[3], saved[2], given[0], given[1],
+                 as_argument(saved[4]), as_argument(saved[5]), given[2], false, given[3]),
+        12);
     return {results[0].toTensor(), {}};
   }
 };
