@@ -12,6 +12,10 @@
 
 namespace megasoftmax {
 
+// What each file of instances/ instantiates one of, for one element type.
+using ForwardInstance = cudaError_t(const ForwardParams&, const Plan&, cudaStream_t);
+using BackwardInstance = cudaError_t(const BackwardParams&, const Plan&, cudaStream_t);
+
 // Launches persistent blocks: as many as run at a time.
 template <class Params>
 cudaError_t launch_persistent(void (*kernel)(Params, Schedule), const Plan& plan,

@@ -1,6 +1,4 @@
 #include "../dispatch.cuh"
 
-namespace megasoftmax {
-template cudaError_t softmax_biased_dropout_backward_instance<__half>(const BackwardParams&,
-                                                                      const Plan&, cudaStream_t);
-}  // namespace megasoftmax
+template megasoftmax::BackwardInstance
+    megasoftmax::softmax_biased_dropout_backward_instance<__half>;

@@ -1,6 +1,4 @@
 #include "../dispatch.cuh"
 
-namespace megasoftmax {
-template cudaError_t softmax_dropout_backward_instance<__nv_bfloat16>(const BackwardParams&,
-                                                                      const Plan&, cudaStream_t);
-}  // namespace megasoftmax
+template megasoftmax::BackwardInstance
+    megasoftmax::softmax_dropout_backward_instance<__nv_bfloat16>;

@@ -1,7 +1,4 @@
 #include "../dispatch.cuh"
 
-namespace megasoftmax {
-template cudaError_t softmax_masked_biased_forward_instance<__nv_bfloat16>(const ForwardParams&,
-                                                                           const Plan&,
-                                                                           cudaStream_t);
-}  // namespace megasoftmax
+template megasoftmax::ForwardInstance
+    megasoftmax::softmax_masked_biased_forward_instance<__nv_bfloat16>;

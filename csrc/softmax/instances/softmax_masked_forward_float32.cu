@@ -1,6 +1,3 @@
 #include "../dispatch.cuh"
 
-namespace megasoftmax {
-template cudaError_t softmax_masked_forward_instance<float>(const ForwardParams&, const Plan&,
-                                                            cudaStream_t);
-}  // namespace megasoftmax
+template megasoftmax::ForwardInstance megasoftmax::softmax_masked_forward_instance<float>;
