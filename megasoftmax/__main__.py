@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -247,6 +247,9 @@ def explain_call(
     try:
         device = current_gpu() if gpu is None else gpu_named(gpu)
         device = device.with_rates(bandwidth, tflops)
+        of_all: dict[str, Any] = {"masked": masked, "softcap": softcap, "gpu": device}
+        of_pairs = of_all | {"causal": causal, "window": _window(window)}
+        of_pairs |= {"bias_gradient": bias_gradient, "backward": backward or bias_gradient}
         if function == "attention":
             table = attention_table(
                 explain_attention(
@@ -254,48 +257,20 @@ def explain_call(
                     keys=keys,
                     key_heads=key_heads,
                     value_dim=value_dim,
-                    causal=causal,
-                    window=_window(window),
-                    masked=masked,
-                    softcap=softcap,
                     bias=bias or (bias_gradient and not relative),
                     relative=relative,
-                    bias_gradient=bias_gradient,
-                    backward=backward or bias_gradient,
                     dtype=_dtype(dtype or "bf16"),
-                    gpu=device,
+                    **of_pairs,
                 )
             )
         elif function == "softmax_topk":
             leading, columns = _dimensions(shape)
-            table = topk_table(
-                explain_topk(
-                    math.prod(leading),
-                    columns,
-                    k,
-                    _dtype(dtype or "fp16"),
-                    masked=masked,
-                    softcap=softcap,
-                    backward=backward,
-                    gpu=device,
-                )
-            )
+            call = math.prod(leading), columns, k, _dtype(dtype or "fp16")
+            table = topk_table(explain_topk(*call, backward=backward, **of_all))
         else:
             leading, columns = _dimensions(shape)
-            found = explain(
-                math.prod(leading),
-                columns,
-                _dtype(dtype or "fp16"),
-                queries=leading[-1],
-                causal=causal,
-                window=_window(window),
-                masked=masked,
-                softcap=softcap,
-                bias_gradient=bias_gradient,
-                dropout=dropout,
-                backward=backward or bias_gradient,
-                gpu=device,
-            )
+            rows = math.prod(leading), columns, _dtype(dtype or "fp16")
+            found = explain(*rows, queries=leading[-1], dropout=dropout, **of_pairs)
             table, skipped = call_table(found), skipped_table(found)
     except (ValueError, extension.BuildError) as error:
         typer.echo(f"Error: {error}", err=True)
@@ -424,6 +399,10 @@ def regress(
             typer.echo(f"Error: no folder {file.parent} for {file.name}", err=True)
             raise typer.Exit(2)
     logging.set_verbosity_error()
+    settings: dict[str, Any] = {"data": data, "baseline": baseline, "candidate": candidate}
+    settings |= {"dtype": dtype, "device": device, "seed": seed, "steps": steps, "batch": batch}
+    settings |= {"length": length, "learning_rate": lr, "checks": checks}
+    settings |= {"dropout": dropout, "seeds": seeds}
     names = [*dict.fromkeys(NAMES if all_models else model or ["gpt2"])]
     outcomes: dict[str, regression.Report | RegressionError] = {}
     with Steps(console, len(names) * steps) as told:
@@ -433,23 +412,7 @@ def regress(
                 told.reach(before + step + 1, name)
 
             try:
-                outcomes[name] = report = regression.run(
-                    name,
-                    data=data,
-                    baseline=baseline,
-                    candidate=candidate,
-                    dtype=dtype,
-                    device=device,
-                    seed=seed,
-                    steps=steps,
-                    batch=batch,
-                    length=length,
-                    learning_rate=lr,
-                    checks=checks,
-                    dropout=dropout,
-                    seeds=seeds,
-                    progress=tell,
-                )
+                outcomes[name] = report = regression.run(name, **settings, progress=tell)
                 print_report(console, report)
             except RegressionError as error:
                 outcomes[name] = error

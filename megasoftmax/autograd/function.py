@@ -239,3 +239,8 @@ def batch_aligned(tensor: Any, dim: int | None, rank: int) -> Any:
         return tensor
     tensor = tensor.movedim(dim, 0)
     return tensor[(slice(None), *[None] * (rank - tensor.dim()))]
+
+
+def all_aligned(given: Any, dims: Any, names: tuple[str, ...], rank: int) -> dict[str, Any]:
+    """`batch_aligned` of those arguments, by name."""
+    return {name: batch_aligned(getattr(given, name), getattr(dims, name), rank) for name in names}

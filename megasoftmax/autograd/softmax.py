@@ -8,6 +8,7 @@ from torch import Tensor
 from megasoftmax.autograd.function import (
     Implementation,
     Rules,
+    all_aligned,
     batch_aligned,
     batch_first,
     differentiable,
@@ -128,10 +129,8 @@ def batch_forward(
     scores = batch_first(given.scores, dims.scores, info.batch_size)
     batched = given._replace(
         scores=scores,
-        mask=batch_aligned(given.mask, dims.mask, scores.dim()),
-        bias=batch_aligned(given.bias, dims.bias, scores.dim()),
-        first=batch_aligned(given.first, dims.first, scores.dim() - 1),
-        end=batch_aligned(given.end, dims.end, scores.dim() - 1),
+        **all_aligned(given, dims, ("mask", "bias"), scores.dim()),
+        **all_aligned(given, dims, ("first", "end"), scores.dim() - 1),
     )
     return forward(*batched), (0, 0 if given.return_lse else None)
 
@@ -150,14 +149,14 @@ def batch_backward(
     bias = None
     if given.bias_gradient:  # one for each example, whether or not they share the bias
         bias = batch_first(given.bias, dims.bias, info.batch_size)
+    firsts = {
+        name: batch_first(getattr(given, name), getattr(dims, name), info.batch_size)
+        for name in ("gradient", "lse_gradient", "lse")
+    }
     batched = given._replace(
-        gradient=batch_first(given.gradient, dims.gradient, info.batch_size),
         probabilities=probabilities,
-        lse_gradient=batch_first(given.lse_gradient, dims.lse_gradient, info.batch_size),
-        lse=batch_first(given.lse, dims.lse, info.batch_size),
         bias=batch_aligned(bias, 0, probabilities.dim()),
-        first=batch_aligned(given.first, dims.first, probabilities.dim() - 1),
-        end=batch_aligned(given.end, dims.end, probabilities.dim() - 1),
+        **firsts | all_aligned(given, dims, ("first", "end"), probabilities.dim() - 1),
     )
     d_scores, d_bias, d_rows = backward(*batched)
     if bias is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megasoftmax.autograd.function import (
     Implementation,
     Rules,
-    batch_aligned,
+    all_aligned,
     batch_first,
     differentiable,
     has_no_room,
@@ -129,12 +129,8 @@ def batch_forward(
     if has_no_room(given.logits, dims.logits):
         return one_by_one(forward, info.batch_size, in_dims, args), (0, 0, 0)
     logits = batch_first(given.logits, dims.logits, info.batch_size)
-    batched = given._replace(
-        logits=logits,
-        mask=batch_aligned(given.mask, dims.mask, logits.dim()),
-        bias=batch_aligned(given.bias, dims.bias, logits.dim()),
-    )
-    return forward(*batched), (0, 0, 1)
+    beside = all_aligned(given, dims, ("mask", "bias"), logits.dim())
+    return forward(*given._replace(logits=logits, **beside)), (0, 0, 1)
 
 
 def batch_backward(
@@ -152,13 +148,9 @@ def batch_backward(
         name: batch_first(getattr(given, name), getattr(dims, name), info.batch_size)
         for name in given._fields[:6]
     }
-    rank = first["logits"].dim()
-    batched = given._replace(
-        **first | {"statistics": first["statistics"].movedim(0, 1)},
-        mask=batch_aligned(given.mask, dims.mask, rank),
-        bias=batch_aligned(given.bias, dims.bias, rank),
-    )
-    return backward(*batched), 0
+    first["statistics"] = first["statistics"].movedim(0, 1)
+    beside = all_aligned(given, dims, ("mask", "bias"), first["logits"].dim())
+    return backward(*given._replace(**first, **beside)), 0
 
 
 FORWARD = Rules(ForwardArguments._fields, save_for_gradients, gradients, batch_forward)

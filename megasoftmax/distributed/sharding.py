@@ -172,35 +172,25 @@ def _columns_backward(*args: Any) -> Iterator[_Split]:
 
 def _topk_forward(*args: Any) -> Iterator[_Split]:
     given = reference.topk.ForwardArguments(*args)
-    logits = given.logits
-    for dim in range(logits.ndim - 1):
+    for dim in range(given.logits.ndim - 1):
         yield (
             (dim, dim, dim + 1),
-            reference.topk.ForwardArguments(
-                logits=dim,
-                mask=_of_broadcast(given.mask, logits, dim),
-                bias=_of_broadcast(given.bias, logits, dim),
-            ),
+            type(given)(logits=dim, **_beside_logits(given, dim)),
         )
+
+
+def _beside_logits(given: Any, dim: int) -> dict[str, _Placement]:
+    """Of what top-k has beside its logits, where these are split."""
+    names = ("mask", "bias")
+    return {name: _of_broadcast(getattr(given, name), given.logits, dim) for name in names}
 
 
 def _topk_backward(*args: Any) -> Iterator[_Split]:
     given = reference.topk.BackwardArguments(*args)
-    logits = given.logits
-    for dim in range(logits.ndim - 1):
-        yield (
-            (dim,),
-            reference.topk.BackwardArguments(
-                gradient=dim,
-                probabilities=dim,
-                indices=dim,
-                lse_gradient=dim,
-                logits=dim,
-                statistics=dim + 1,
-                mask=_of_broadcast(given.mask, logits, dim),
-                bias=_of_broadcast(given.bias, logits, dim),
-            ),
-        )
+    names = ("gradient", "probabilities", "indices", "lse_gradient", "logits")
+    for dim in range(given.logits.ndim - 1):
+        alike = dict.fromkeys(names, dim)
+        yield (dim,), type(given)(**alike, statistics=dim + 1, **_beside_logits(given, dim))
 
 
 def _attention_forward(*args: Any) -> Iterator[_Split]:

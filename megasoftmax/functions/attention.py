@@ -404,24 +404,16 @@ class AttentionCall(Call):
             first, end = int32_bounds(options.visible, keys)
         if options.sink is not None:
             sink_tensor, sink_value = sink_operands(options.sink, of_kernels)
-        return (
-            with_rank(table, 3 if is_relative else 4),
-            mask,
-            self.scale,
-            options.softcap or 0.0,
-            options.causal,
-            left,
-            right,
-            sink_tensor,
-            sink_value,
-            is_relative,
+        table, first, end = (
+            with_rank(table, 4 - is_relative),
             with_rank(first, 3),
             with_rank(end, 3),
-            note,
-            block,
-            options.dropout,
-            None if options.dropout == 0 else seed_of_call(options.seed, query),
-            dispatch.takes_tf32(query.dtype),
+        )
+        seed = None if options.dropout == 0 else seed_of_call(options.seed, query)
+        return (
+            *(table, mask, self.scale, options.softcap or 0.0, options.causal, left, right),
+            *(sink_tensor, sink_value, is_relative, first, end, note, block, options.dropout),
+            *(seed, dispatch.takes_tf32(query.dtype)),
         )
 
     def _mask(self, implementation: Implementation) -> tuple[Tensor | None, Tensor | None, int]:

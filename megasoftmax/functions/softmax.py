@@ -243,20 +243,8 @@ def softmax(
     if window is not None:
         window = checked_window("window", window)
     options = SoftmaxOptions(
-        scale,
-        softcap,
-        mask,
-        bias,
-        causal,
-        window,
-        visible,
-        sink,
-        dropout,
-        seed,
-        dtype,
-        return_lse,
-        dim,
-        fused,
+        *(scale, softcap, mask, bias, causal, window, visible, sink, dropout, seed, dtype),
+        *(return_lse, dim, fused),
     )
     options.check(scores)
     probabilities, lse = SoftmaxCall(scores, options).run()
@@ -448,26 +436,12 @@ class SoftmaxCall(Call):
             or (bias is not None and bias.requires_grad)
             or (sink_tensor is not None and sink_tensor.requires_grad)
         )
+        needs_lse = needs_gradient and (sink_tensor is not None or keeps_scores(options))
         result: tuple[Tensor, Tensor] = call_op(
-            function.call,
-            implementation,
-            needs_gradient,
-            scores,
-            options.scale,
-            options.softcap or 0.0,
-            options.mask,
-            bias,
-            options.causal,
-            left,
-            right,
-            first,
-            end,
-            sink_tensor,
-            sink_value,
-            dtype_of_probabilities(scores, options.dtype),
-            options.return_lse
-            or (needs_gradient and (sink_tensor is not None or keeps_scores(options))),
-            dropout,
+            *(function.call, implementation, needs_gradient, scores, options.scale),
+            *(options.softcap or 0.0, options.mask, bias, options.causal, left, right, first, end),
+            *(sink_tensor, sink_value, dtype_of_probabilities(scores, options.dtype)),
+            *(options.return_lse or needs_lse, dropout),
             None if dropout == 0 else seed_of_call(options.seed, scores),
         )
         return result

@@ -303,20 +303,10 @@ def run(
     """
     device = _device(device)
     settings = Settings(
-        model if isinstance(model, str) else _name(model),
+        _name(model),
         "sources of the standard library" if data is None else _name(data),
-        baseline,
-        candidate,
-        dtype,
-        device,
-        seed,
-        steps,
-        batch,
-        length,
-        learning_rate,
-        checks,
-        dropout,
-        seeds,
+        *(baseline, candidate, dtype, device, seed, steps, batch, length, learning_rate),
+        *(checks, dropout, seeds),
     )
     _check(settings)
     precision = PRECISIONS[dtype]
