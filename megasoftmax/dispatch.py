@@ -148,7 +148,7 @@ def reasons_against_fused_topk(logits: Tensor, k: int, options: TopkOptions) -> 
     """The same for the K largest probabilities of each row."""
     found = (
         *_of_any_call(logits, options, "logits"),
-        _k(k),
+        _count("k", k, kernel_limits().topk["kMaxK"]),
         *(
             _leading_dimensions(logits, options.mask, options.bias, "logits")
             if logits.dim() > 4 and logits.numel()
@@ -513,10 +513,6 @@ def _sdpa_added(
         Reason("batches of bias", str(shared[0]), f"1, or {whole}") if shared else None,
         _count("entries that join the scores", entries, MAX_ADDED),
     )
-
-
-def _k(k: int) -> Reason | None:
-    return _count("k", k, kernel_limits().topk["kMaxK"])
 
 
 def _leading_dimensions(

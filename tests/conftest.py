@@ -2,8 +2,10 @@
 
 import gc
 import os
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ MISSING = {
     "gpu": None if torch.cuda.is_available() else "torch sees no CUDA GPU",
     "nvcc": None if extension.find_nvcc() else "no nvcc runs here",
 }
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests import those
 
 KEPT_BYTES = 1 << 30  # of the GPU's memory, by a worker between tests
 

@@ -2,16 +2,13 @@
 
 import csv
 import itertools
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import bench_generation
 import bench_training
 import training_cases

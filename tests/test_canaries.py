@@ -6,7 +6,6 @@ canaries are zeros, since tensors that lie otherwise may take another kernel; an
 have the bits that it had before.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,8 +28,6 @@ LAYOUTS = {
     "end of storage": (0, 0, 0),
 }
 CONTIGUOUS = ("aligned", "misaligned", "end of storage")
-
-Call = tuple[Callable[..., Any], tuple[Any, ...]]  # an operator and its arguments
 
 
 def place(values, layout, has_canaries):

@@ -12,9 +12,6 @@ from megasoftmax import dispatch, why_not_fused
 INF, NAN = torch.inf, torch.nan
 
 gpu = pytest.mark.gpu
-DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
-
-columns_forward = torch.ops.megasoftmax.softmax_columns_forward.default
 
 
 class Path:

@@ -489,9 +489,6 @@ def nothing_left(tokens):
 OF_TOKENS = ("query", "key", "value")
 
 
-Case = tuple[str, str, tuple[int, ...]]  # of RINGS, the order, the tokens of each rank
-
-
 def cases_of_rings(world):
     contiguous = [
         (name, "contiguous", lengths)

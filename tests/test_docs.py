@@ -94,8 +94,6 @@ def test_site_builds_strictly_and_fetches_nothing(tmp_path):
 
 def drawn():
     """{name: function} of the pictures that are drawn from results."""
-    if (folder := str(ROOT / "benchmarks")) not in sys.path:
-        sys.path.append(folder)
     return importlib.import_module("pictures").PICTURES
 
 

@@ -12,7 +12,6 @@ import torch
 import megasoftmax
 from megasoftmax import autograd
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPE = (2, 3, 4, 5)
 FLOATS = "float16, bfloat16, float32 or float64"
 
@@ -342,7 +341,6 @@ def test_fused_on_a_cpu_says_every_reason():
         assert reason in str(error.value)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import sweep_families
 import torch
 from models import MODELS, WITHOUT_INTERFACE, build_batch
+from small_models import build
 from transformers import (
     AutoModelForMaskedLM,
     MPNetConfig,
@@ -19,15 +21,11 @@ from transformers import (
     SiglipModel,
 )
 
+from megasoftmax.integrations import by_name
+from megasoftmax.integrations import transformers as integration
+from megasoftmax.integrations.patching import patch_model
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-import sweep_families  # noqa: E402
-from small_models import build  # noqa: E402
-
-from megasoftmax.integrations import by_name  # noqa: E402
-from megasoftmax.integrations import transformers as integration  # noqa: E402
-from megasoftmax.integrations.patching import patch_model  # noqa: E402
-
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 48}
 IN_PART, NO_ATTENTION = "works in part", "no attention"

@@ -21,7 +21,6 @@ MOST_THREADS = 1024  # of a block
 
 # Compute capability, bytes of shared memory of a block and of a multiprocessor, blocks of a cluster
 GPUS = [tuple(map(int, row)) for row in table_of("common/limits.h", "kGpus")]
-Gpu = tuple[int, int, int, int, int]
 
 
 def _name(gpu):

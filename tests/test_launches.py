@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -21,7 +20,6 @@ from megasoftmax import ranges
 pytestmark = pytest.mark.gpu
 
 Results = tuple[Tensor, ...]
-Call = Callable[[], Results]
 
 
 def rows_of_millions(device):

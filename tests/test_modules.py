@@ -22,7 +22,6 @@ HALVES = {torch.float16: "input_in_fp16", torch.bfloat16: "input_in_bf16"}
 # Half a unit in the last place of a probability near 1, and as much for what was summed.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6, torch.float64: 1e-12}
 CAUSAL_TYPES = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.padding_causal)
-OTHER_TYPES = (AttnMaskType.padding, AttnMaskType.no_mask, AttnMaskType.arbitrary)
 SHAPES = ((7, 7), (1, 9), (3, 11), (5, 2))  # queries, keys; the last has rows with nothing left
 
 

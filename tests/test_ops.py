@@ -21,7 +21,6 @@ TORCH_2_11 = torch.__version__.startswith("2.11.")
 INF = torch.inf
 NAMES = [*FAMILIES]
 NAMES_OF_OPS = [name for name in FAMILIES if name != "renormalised"]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 softmax_dropout_backward = torch.ops.megasoftmax.softmax_dropout_backward.default
 attention_forward = torch.ops.megasoftmax.attention_forward.default
@@ -775,7 +774,6 @@ def test_fused_attention_makes_no_tensor_of_queries_and_keys():
     assert torch.cuda.max_memory_allocated() - before < length * length
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_heads_of_a_bias_are_one_or_all(device):
     """Examples may share an entry by division, heads share by broadcasting alone."""
     arguments = FAMILIES["attention"].arguments(draw_on(device, "attention"), bias=(1, 2, 5, 7))

@@ -19,7 +19,6 @@ from inputs import (
     on_all_kernels,
     tensors,
 )
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import megasoftmax
@@ -28,7 +27,6 @@ from megasoftmax.functions.softmax import softmax_backward
 from megasoftmax.limits import kernel_limits
 
 INF, NAN = torch.inf, torch.nan
-Visible = tuple[Tensor | None, Tensor | None]
 
 
 def check_attention(query, key, value, **arguments):

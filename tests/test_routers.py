@@ -4,14 +4,13 @@ import copy
 import importlib
 import pkgutil
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers.models
 from inputs import record_calls
+from small_models import build
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -27,9 +26,6 @@ import megasoftmax
 from megasoftmax.integrations import routers
 from megasoftmax.integrations.patching import patch_model
 from megasoftmax.integrations.routers import patch_routers
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from small_models import build
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

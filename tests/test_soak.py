@@ -4,15 +4,11 @@ import contextlib
 import csv
 import functools
 import re
-import sys
-from pathlib import Path
 from random import Random
 
 import pytest
-import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import soak
+import torch
 from soak_cases import FAMILIES, Attention, Bias, Data, Incoming, Layout
 
 import megasoftmax

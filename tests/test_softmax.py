@@ -13,7 +13,6 @@ import megasoftmax
 from megasoftmax.explain import explain
 from megasoftmax.limits import kernel_limits
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPE = (2, 3, 5, 37)
 INF, NAN = torch.inf, torch.nan
 

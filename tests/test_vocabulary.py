@@ -1,7 +1,5 @@
 """softmax_topk of a vocabulary that is sharded over processes, against the unsharded call."""
 
-from typing import Any
-
 import op_checks
 import oracle
 import processes
@@ -43,7 +41,6 @@ def neighbours():
     return 2 - torch.arange(1, 6 * COLUMNS + 1).float().view(*ROWS, COLUMNS).flip(-1) * 2.0**-23
 
 
-Case = dict[str, Any]
 CASES = {
     "plain": dict,
     "scaled": lambda: {"scale": 0.7},
