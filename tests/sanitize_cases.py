@@ -105,6 +105,7 @@ def cases():
             bias=("none", "shared", "relative"),
         ),
         *product("attention small", dtype=("fp16", "bf16"), dim=(32, 64)),
+        *product("attention heads", dtype=("fp16", "bf16"), has_bias=(False, True)),
         *product("attention wide", dtype=("fp16", "bf16"), has_bias=(False, True)),
     ]
 
@@ -794,6 +795,27 @@ def attention_small(given, dtype, dim):
             attend(query, key, value, output_gradient, d_lse, sums_bias=sums_bias, **options)
 
 
+def attention_heads(given, dtype, has_bias):
+    """So many heads that a block of Hopper's backward takes several, in one or more units."""
+    batches, heads = 132, 2
+    sizes = ((64, 200), (60, 300), (190, 130), (120, 500), (63, 769))
+    for (queries, keys), dim in zip(
+        given.sizes(sizes, sizes[1:3]), itertools.cycle((32, 24, 8)), strict=False
+    ):
+        shapes = ((queries, dim), (keys, dim), (keys, 32), (queries, 32))
+        query, key, value, output_gradient = (
+            given.floats(batches, heads, *shape, dtype=DTYPES[dtype], layout="exact")
+            for shape in shapes
+        )
+        for mask in (None, given.mask(batches, 1, 1, keys), given.mask(batches, heads, 1, keys)):
+            bias = None
+            if has_bias:
+                bias = given.floats(1, heads, queries, keys, dtype=DTYPES[dtype], layout="exact")
+            d_lse = given.floats(batches, heads, queries, dtype=torch.float32, layout="exact")
+            d_lse = d_lse if next(given.flags) else None
+            attend(query, key, value, output_gradient, d_lse, bias=bias, mask=mask)
+
+
 def attention_wide(given, dtype, has_bias):
     """Head dimensions beyond kMaxHeadDim, forward; values are the first columns of keys, or not."""
     wide = tuple(
@@ -847,5 +869,6 @@ RUN = {
     "attention": attention,
     "attention in turns": attention_in_turns,
     "attention small": attention_small,
+    "attention heads": attention_heads,
     "attention wide": attention_wide,
 }

@@ -576,6 +576,50 @@ def test_small_heads_that_share_a_bias(
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(32, 32), (24, 16), (8, 32)])
+@pytest.mark.parametrize(
+    "lengths",
+    [(200, 200), (384, 384), (130, 300), (60, 520), (333, 769), (400, 200), (64, 256), (63, 999)],
+)
+def test_gradients_of_whole_heads(
+    lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """A block takes several heads, each in one or more units of keys, if there are many heads."""
+    queries, keys = lengths
+    batch, heads = 66, 4
+    shape = {"batch": batch, "heads": (heads, heads), "lengths": lengths, "dims": dims}
+    q, k, v = tensors("cuda", dtype, **shape)
+    bias = normal(1, heads, *lengths, device="cuda", dtype=dtype, seed=4).requires_grad_()
+    of_keys = coin(batch, 1, 1, keys, device="cuda", odds=0.3, seed=6)
+    of_keys[1] = True  # a batch sees nothing
+    padded = torch.arange(keys, device="cuda") >= torch.arange(batch, device="cuda")[:, None] * 5
+    of_heads = coin(batch, heads, 1, keys, device="cuda", odds=0.9, seed=7)
+    sink = normal(heads, device="cuda", seed=8).requires_grad_()
+    cases: dict[str, dict[str, Any]] = {
+        "all": {"bias": bias},
+        "of other batches": {"bias": bias.detach().expand(3, -1, -1, -1).repeat_interleave(22, 0)},
+        "frozen bias": {"bias": bias.detach(), "sink": sink},
+        "keys": {"bias": bias, "mask": of_keys},
+        "keys of heads": {"mask": of_heads},
+        "padding": {"mask": padded[:, None, None], "sink": 0.5},
+        "no bias": {},
+    }
+    for what, options in cases.items():
+        check(q, k, v, **options, what=what)
+    leaves = [each.detach().requires_grad_() for each in (q, k, v, bias)]
+    leaves[1].data[of_keys[:, :, 0, :].expand(-1, heads, -1)] = torch.nan  # excluded keys
+
+    def gradients() -> tuple[Tensor, ...]:
+        output = megasoftmax.attention(*leaves[:3], bias=leaves[3], mask=of_keys, fused=True)
+        return torch.autograd.grad(output, leaves, torch.ones_like(output))
+
+    first = gradients()
+    assert all(each.isfinite().all() for each in first)
+    assert all(bits_equal(one, other) for one, other in zip(first, gradients(), strict=True))
+
+
+@gpu
 @pytest.mark.parametrize("tokens", [49, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool) -> None:

@@ -135,11 +135,35 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert back.workspace_bytes == 2 * 6 * 3000 * (16 + 4 * padded)
 
 
+@pytest.mark.parametrize(("tokens", "tile_keys"), [(256, 256), (384, 384), (512, 256), (768, 384)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_of_many_heads_take_whole_heads(
+    tokens: int, tile_keys: int, biased: bool
+) -> None:
+    options = {"bias": biased, "bias_gradient": biased, "backward": True}
+    found = explain_attention(tokens, 4, tokens, 32, **options)
+    assert found.hopper
+    assert found.several_heads
+    assert found.tile_keys == tile_keys
+    assert found.blocks == 132
+    assert f"{4 * tokens} heads: a block takes several" in found.why
+    for other in (
+        {"batches": 20},  # fewer than multiprocessors
+        {"head_dim": 40},
+        {"key_heads": 2},
+        {"dtype": FLOAT},
+        {"window": (tokens // 2, tokens // 2)},
+        {"masked": True},
+    ):
+        call = {"batches": tokens, "heads": 4, "queries": tokens, "head_dim": 32} | options | other
+        assert not explain_attention(**call).several_heads
+
+
 @pytest.mark.parametrize("head_dim", [8, 32, 33])
 @pytest.mark.parametrize(
     ("tokens", "forward", "backward"),
     # Of tiles of 192 x 128 and 128 x 128.
-    [(64, False, False), (197, False, False), (256, False, True), (384, True, True)],
+    [(64, False, False), (150, False, False), (197, False, True), (384, True, True)],
 )
 def test_small_head_dimensions_run_on_hopper_where_they_fill_tiles(
     head_dim: int, tokens: int, forward: bool, backward: bool

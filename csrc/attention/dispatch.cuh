@@ -75,7 +75,6 @@ cudaError_t launch_bias_parts(const AttentionBackwardParams& params, cudaStream_
 template <class T>
 cudaError_t launch_bias_gradient(AttentionBackwardParams params, const BiasGradientPlan& plan,
                                  cudaStream_t stream) {
-  if (params.bias_entries() == 0) return cudaSuccess;
   return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
     return with_regime(kAttentionBiasGradientTiles, plan.tile, [&]<int kIndex>() -> cudaError_t {
       if constexpr (kBias == BiasKind::kNone ||
@@ -156,7 +155,14 @@ cudaError_t attention_backward_instance(const BackwardLaunch& launch, cudaStream
     MEGASOFTMAX_RETURN_IF_ERROR(launch_flat(attention_query_gradient_kernel<T>,
                                             params.rows() * params.head_dim / 8, 256, stream,
                                             params));
-  return is_in_order ? launch_bias_gradient<T>(launch.params, plan.in_order, stream) : cudaSuccess;
+  if (!is_in_order || params.bias_entries() == 0) return cudaSuccess;
+  if constexpr (Sm90::has_type<T>()) {
+    if (plan.in_order.backend == BackendId::kSm90) {
+      MEGASOFTMAX_RETURN_IF_ERROR(launch_bias_gradient<T>(Sm90{}, launch, stream));
+      return launch_bias_parts<T>(launch.params, stream);
+    }
+  }
+  return launch_bias_gradient<T>(launch.params, plan.in_order, stream);
 }
 
 }  // namespace megasoftmax

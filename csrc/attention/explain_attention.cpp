@@ -88,6 +88,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     add("slices", plan.slices);
     add("is_decode", 0);
     add("is_small", plan.kernel == BackwardKernel::kSmall ? 1 : 0);
+    add("takes_heads", plan.kernel == BackwardKernel::kHeads ? 1 : 0);
     return;
   }
   AttentionForwardParams forward;
@@ -99,6 +100,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   add("slices", 1);
   add("is_decode", plan.kernel == ForwardKernel::kDecode ? 1 : 0);
   add("is_small", plan.kernel == ForwardKernel::kSmall ? 1 : 0);
+  add("takes_heads", 0);
 }
 
 }  // namespace

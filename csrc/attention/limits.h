@@ -175,6 +175,44 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 };
 // clang-format on
 
+// A block of Hopper's backward that takes whole heads: each warpgroup has 128 of their keys.
+struct AttentionHopperHeadsTile {
+  int warpgroups, registers;
+  static constexpr int kHeadDim = 32, kQueries = 64, kCopierRegisters = 24;
+
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int keys() const { return 128 * warpgroups; }
+};
+// clang-format off
+inline constexpr AttentionHopperHeadsTile kAttentionHopperHeadsTiles[] = {
+    // warpgroups, registers
+    {           2,  240},
+    {           3,  160},
+};
+// clang-format on
+// A unit of keys of a head takes the time of kKeysOfUnit keys more than its keys. Whole heads are
+// faster than Hopper's other kernels where a launch fills kFilledPercentOfHeads of their rounds,
+// units and tiles of queries, and faster than the portable ones from the last number on.
+inline constexpr int kKeysOfUnit = 256;
+inline constexpr int kFilledPercentOfHeads = 70, kFilledPercentOfHeadsAlone = 50;
+
+// dB of a shared bias, summed in order on Hopper: each warpgroup has 64 queries and all keys.
+struct AttentionHopperBiasGradientTile {
+  int warpgroups, registers;
+  static constexpr int head_dim = 32, blocks_per_sm = 1, kCopierRegisters = 24;
+
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int queries() const { return 64 * warpgroups; }
+  constexpr int keys() const { return 128; }
+};
+// clang-format off
+inline constexpr AttentionHopperBiasGradientTile kAttentionHopperBiasGradientTiles[] = {
+    // warpgroups, registers
+    {           2,  240},
+    {           3,  160},
+};
+// clang-format on
+
 // Decoding, up to 16 queries: a warp takes 16 rows, the queries of all heads that share keys, and
 // 16 keys at a time through a ring of kDecodeStages stages. The rings of a block take at most 96
 // KB, which every GPU has.

@@ -153,6 +153,13 @@ struct alignas(16) RowOfBackward {
   float next_delta;  // of the next query of the head
 };
 
+// The same of two neighbouring queries. Weights are 2^(log2(e) * logit - offset). NaN: the offset
+// is so large that its rounding would show, and RowOfBackward must be used.
+struct alignas(16) PairOfRows {
+  float offsets[2], deltas[2];
+};
+inline constexpr float kMostOffset = 256;
+
 // What a launch writes as the gradient of a bias, from dS. sm80/bias_gradient.cuh has a policy for
 // each kind but kQueries, which needs no scores.
 enum class BiasGradient {
@@ -188,12 +195,17 @@ struct AttentionBackwardParams : AttentionParams {
   int stages = 1;  // set by the launcher: tiles of queries in shared memory at a time
 
   RowOfBackward* rows_of_backward = nullptr;  // [batches, heads, queries], workspace
+  // [batches, heads, queries / 2, rounded up], workspace of a kernel that takes whole heads.
+  PairOfRows* pairs_of_rows = nullptr;
+  __host__ __device__ int64_t pairs_of_head() const { return divide_up(queries, 2); }
 
   // Workspaces of kAdded and kInTurns: sums, float32 [batches, heads, queries, head_dim]. `turns`,
   // of kInTurns: turn_count() numbers of the block that may add next.
   QueryGradient query_gradient_kind = QueryGradient::kAdded;
   float* query_gradient_sum = nullptr;
   uint32_t* turns = nullptr;
+  // Workspace of a kernel that takes whole heads: sums of some of their keys, float32.
+  float* query_gradient_parts = nullptr;
   Strided query_gradient, key_gradient, value_gradient;
 
   BiasGradient bias_gradient_kind = BiasGradient::kNone;

@@ -46,7 +46,11 @@ enum class ForwardKernel {
   kWide,    // head dimensions beyond kMaxHeadDim
   kSmall,   // several heads of few queries and keys in a block
 };
-enum class BackwardKernel { kTiles, kSmall };
+enum class BackwardKernel {
+  kTiles,
+  kSmall,
+  kHeads,  // whole heads, of Hopper
+};
 
 struct ForwardPlan : AttentionPlan {
   ForwardKernel kernel = ForwardKernel::kTiles;
@@ -80,9 +84,11 @@ struct ForwardPlan : AttentionPlan {
   }
 };
 
-// How the gradient of a bias is made in order: by a row of kAttentionBiasGradientTiles, with so
-// many steps in shared memory at a time, and from so many parts.
+// How the gradient of a bias is made in order: by a row of kAttentionBiasGradientTiles, or of
+// kAttentionHopperBiasGradientTiles, with so many steps in shared memory at a time, and from so
+// many parts.
 struct BiasGradientPlan {
+  BackendId backend = BackendId::kSm80;
   int tile = 0, stages = 1, parts = 1;
 };
 
@@ -95,7 +101,9 @@ struct BackwardPlan : AttentionPlan {
   BiasGradientPlan in_order;  // of BiasGradient::kInOrder, and parts of small heads
   // Kernels write zeros to the gradient of the bias where no tile is.
   bool clears_bias_gradient = false;
+  int64_t query_part_bytes = 0;  // see AttentionBackwardParams::query_gradient_parts
   int64_t sums_at = 0, rows_at = 0, turns_at = 0, parts_at = 0, diagonals_at = 0;
+  int64_t query_parts_at = 0, pairs_at = 0;
 
   bool sums_queries() const {
     return query_gradient == QueryGradient::kAdded || query_gradient == QueryGradient::kInTurns;
@@ -107,7 +115,12 @@ struct BackwardPlan : AttentionPlan {
           params.batches * params.key_heads * divide_up<int64_t>(params.keys, tile_keys) * slices;
     Workspace workspace;
     if (sums_queries()) sums_at = workspace.add(params.rows() * params.head_dim * sizeof(float));
-    if (kernel == BackwardKernel::kTiles)
+    if (kernel == BackwardKernel::kHeads) {
+      query_parts_at = workspace.add(query_part_bytes);
+      pairs_at = workspace.add(params.batches * params.heads * params.pairs_of_head() *
+                               sizeof(PairOfRows));
+    }
+    if (kernel != BackwardKernel::kSmall)
       rows_at = workspace.add(params.rows() * sizeof(RowOfBackward));
     if (query_gradient == QueryGradient::kInTurns)
       turns_at = workspace.add(params.turn_count() * sizeof(uint32_t));
@@ -120,6 +133,10 @@ struct BackwardPlan : AttentionPlan {
   void set_workspace(AttentionBackwardParams& params, char* workspace) const {
     params.rows_of_backward = reinterpret_cast<RowOfBackward*>(workspace + rows_at);
     if (sums_queries()) params.query_gradient_sum = reinterpret_cast<float*>(workspace + sums_at);
+    if (kernel == BackwardKernel::kHeads) {
+      params.query_gradient_parts = reinterpret_cast<float*>(workspace + query_parts_at);
+      params.pairs_of_rows = reinterpret_cast<PairOfRows*>(workspace + pairs_at);
+    }
     if (query_gradient == QueryGradient::kInTurns)
       params.turns = reinterpret_cast<uint32_t*>(workspace + turns_at);
     if (bias_gradient == BiasGradient::kInOrder)

@@ -25,6 +25,9 @@ template <class T>
 cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t stream);
 template <class T>
 cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t stream);
+// dB in order, or its parts.
+template <class T>
+cudaError_t launch_bias_gradient(Sm90, const BackwardLaunch& launch, cudaStream_t stream);
 
 // Whether the code of a backend for a row of its tiles was compiled for this GPU.
 template <class T>

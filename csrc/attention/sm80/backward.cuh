@@ -61,6 +61,16 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   of_backward.delta = delta;
   if (query > 0) (&of_backward)[-1].next_delta = delta;
   if (query == params.queries - 1) of_backward.next_delta = 0.f;
+  if (params.pairs_of_rows != nullptr) {
+    PairOfRows& pair = params.pairs_of_rows[of_head * params.pairs_of_head() + query / 2];
+    const float offset = fmaf(max, kLog2E, of_backward.log2_sum);
+    pair.offsets[query % 2] = is_empty || fabsf(offset) <= kMostOffset ? offset : NAN;
+    pair.deltas[query % 2] = delta;
+    if (query == params.queries - 1 && query % 2 == 0) {
+      pair.offsets[1] = INFINITY;
+      pair.deltas[1] = 0.f;
+    }
+  }
   const float beside_keys = RowEnds(params, head).store_gradient(params, row, delta);
   // All logits of a row together have the gradient of the log-sum-exp; NaN where delta is not
   // finite.

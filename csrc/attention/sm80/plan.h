@@ -114,11 +114,11 @@ inline int bias_gradient_stages(const AttentionBiasGradientTile& tile, BiasKind 
   return 1;
 }
 
-// The number of parts with the least estimated time, in clocks.
-inline int bias_gradient_parts(const AttentionBackwardParams& params,
-                               const AttentionBiasGradientTile& tile, int bytes,
-                               const Device& device) {
-  const int64_t of_sm = resident_blocks(tile, bytes, device);
+// The number of parts with the least estimated time, in clocks, where a multiprocessor has `of_sm`
+// blocks at a time.
+template <class TileShape>
+int bias_gradient_parts(const AttentionBackwardParams& params, const TileShape& tile, int64_t of_sm,
+                        const Device& device) {
   const int64_t room = of_sm * device.multiprocessors;
   const int64_t blocks = params.bias_batches() * params.bias_heads() *
                          divide_up<int64_t>(params.queries, tile.queries()) *
@@ -147,8 +147,9 @@ inline BiasGradientPlan bias_gradient_plan(const AttentionBackwardParams& params
   const int index = tile_for(kAttentionBiasGradientTiles, params, device);
   const AttentionBiasGradientTile& tile = kAttentionBiasGradientTiles[index];
   const int stages = bias_gradient_stages(tile, kind, device);
-  return {index, stages,
-          bias_gradient_parts(params, tile, BiasGradientLayout(tile, kind).bytes(stages), device)};
+  const int bytes = BiasGradientLayout(tile, kind).bytes(stages);
+  return {BackendId::kSm80, index, stages,
+          bias_gradient_parts(params, tile, resident_blocks(tile, bytes, device), device)};
 }
 
 static_assert(WideLayout::kBytes <= least_shared_bytes(kFirstWideMajor, kLastWideMajor));

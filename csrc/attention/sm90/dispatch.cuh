@@ -4,7 +4,9 @@
 #include "../../common/device.h"
 #include "../../common/launch.cuh"
 #include "../instances/instances.h"
+#include "backward_heads.cuh"
 #include "backward_wide.cuh"
+#include "bias_gradient.cuh"
 #include "forward.cuh"
 #include "plan.h"
 #include "tensor_map.h"
@@ -169,8 +171,71 @@ bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
   return is_there;
 }
 
+// Maps of boxes of 32 columns: so many queries, and 128 keys.
+template <class Maps>
+cudaError_t make_narrow_maps(Maps& maps, const AttentionBackwardParams& params, int box_queries) {
+  const auto make = [&](CUtensorMap& map, const Strided& tensor, int64_t heads, int rows,
+                        int columns, int box_rows) {
+    return make_tensor_map(map, tensor, params.batches, heads, rows, columns, box_rows, 64);
+  };
+  MEGASOFTMAX_RETURN_IF_ERROR(
+      make(maps.query, params.query, params.heads, params.queries, params.head_dim, box_queries));
+  MEGASOFTMAX_RETURN_IF_ERROR(make(maps.output_gradient, params.output_gradient, params.heads,
+                                   params.queries, params.value_dim, box_queries));
+  MEGASOFTMAX_RETURN_IF_ERROR(
+      make(maps.key, params.key, params.key_heads, params.keys, params.head_dim, 128));
+  return make(maps.value, params.value, params.key_heads, params.keys, params.value_dim, 128);
+}
+
+template <class T>
+cudaError_t launch_heads(const BackwardLaunch& launch, cudaStream_t stream) {
+  return with_regime(kAttentionHopperHeadsTiles, launch.plan.tile, [&]<int kIndex>() {
+    const auto launch_with = [&]<bool kHasBias>() {
+      using Memory = HopperHeadsMemory<kHasBias, kIndex>;
+      const auto kernel = attention_hopper_heads_backward_kernel<T, kHasBias, kIndex>;
+      MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
+      AttentionBackwardParams params = launch.params;
+      params.order = TileOrder(1, params.batches, 1);
+      HeadsTensorMaps maps;
+      MEGASOFTMAX_RETURN_IF_ERROR(make_narrow_maps(maps, params, Memory::kQueries));
+      if constexpr (kHasBias)
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
+      return megasoftmax::launch(kernel, dim3(static_cast<unsigned>(launch.plan.blocks)),
+                                 dim3(static_cast<unsigned>(launch.plan.threads)), Memory::kBytes,
+                                 Together::kNot, 1, stream, params, maps);
+    };
+    return launch.params.bias.data != nullptr ? launch_with.template operator()<true>()
+                                              : launch_with.template operator()<false>();
+  });
+}
+
+template <class T>
+cudaError_t launch_bias_gradient(Sm90, const BackwardLaunch& launch, cudaStream_t stream) {
+  const AttentionBackwardParams& params = launch.params;
+  return with_regime(
+      kAttentionHopperBiasGradientTiles, launch.plan.in_order.tile, [&]<int kIndex>() {
+        using Memory = HopperBiasGradientMemory<kIndex>;
+        const auto kernel = params.block_mask.words != nullptr
+                                ? attention_hopper_bias_gradient_kernel<T, true, kIndex>
+                                : attention_hopper_bias_gradient_kernel<T, false, kIndex>;
+        MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
+        const int64_t blocks = params.bias_parts * params.bias_batches() * params.bias_heads() *
+                               divide_up(params.queries, Memory::kQueries) *
+                               divide_up(params.keys, Memory::kKeys);
+        if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+        BiasGradientTensorMaps maps;
+        MEGASOFTMAX_RETURN_IF_ERROR(make_narrow_maps(maps, params, Memory::kQueries));
+        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
+        return megasoftmax::launch(kernel, dim3(static_cast<unsigned>(blocks)),
+                                   dim3(Memory::kTile.threads()), Memory::kBytes, Together::kNot, 1,
+                                   stream, params, maps);
+      });
+}
+
 template <class T>
 cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t stream) {
+  if (launch.plan.kernel == BackwardKernel::kHeads) return launch_heads<T>(launch, stream);
   const auto& [params, plan] = launch;
   return with_regime(kAttentionHopperBackwardTiles, plan.tile, [&]<int kIndex>() {
     return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {

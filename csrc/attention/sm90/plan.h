@@ -1,6 +1,7 @@
 #pragma once
 // Plans of Hopper's kernels, in code for 9.0a alone.
 
+#include <iterator>
 #include <optional>
 
 #include "../plan.h"
@@ -163,16 +164,81 @@ inline int hopper_forward_tile(const AttentionParams& params) {
   return shares && params.queries > kMostQueriesOfSharedRows ? tile : -1;
 }
 
+// Whether Hopper's kernels take the gradients of a launch.
+inline bool takes_hopper_backward(const AttentionBackwardParams& params) {
+  return takes_hopper(params) && params.queries != 0 &&
+         takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries);
+}
+
 // A row of kAttentionHopperBackwardTiles, or -1, also if portable kernels are faster.
 inline int hopper_backward_tile(const AttentionBackwardParams& params) {
-  if (!takes_hopper(params) || params.queries == 0 ||
-      !takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries))
-    return -1;
+  if (!takes_hopper_backward(params)) return -1;
   const int tile = hopper_tile_for(kAttentionHopperBackwardTiles, params);
   return tile >= 0 && are_faster(params, kAttentionHopperBackwardTiles[tile].queries,
                                  kAttentionHopperBackwardTiles[tile].keys())
              ? tile
              : -1;
+}
+
+// How Hopper's kernel makes the gradient of a bias in order, if it does.
+inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
+    const AttentionBackwardParams& params, const Device& device) {
+  using Tile = AttentionHopperBiasGradientTile;
+  if (std::max(params.head_dim, params.value_dim) > Tile::head_dim ||
+      hopper_bias(params) != HopperBias::kTile || params.bias.type != params.query.type ||
+      params.window_left >= 0 || params.window_right >= 0 ||
+      hopper_mask(static_cast<const AttentionParams&>(params)) == HopperMask::kAny)
+    return {};
+  BiasGradientPlan plan;
+  plan.backend = BackendId::kSm90;
+  // The tile that is filled best, of those the largest.
+  int64_t least = INT64_MAX;
+  for (int index = 0; index < static_cast<int>(std::size(kAttentionHopperBiasGradientTiles));
+       ++index) {
+    const int64_t filled =
+        round_up(params.queries, kAttentionHopperBiasGradientTiles[index].queries());
+    if (filled > least) continue;
+    least = filled;
+    plan.tile = index;
+  }
+  plan.parts = bias_gradient_parts(params, kAttentionHopperBiasGradientTiles[plan.tile], 1, device);
+  return plan;
+}
+
+// A row of kAttentionHopperHeadsTiles, or -1, also if other kernels are faster.
+inline int hopper_heads_tile(const AttentionBackwardParams& params, const Device& device) {
+  const HopperBias bias = hopper_bias(params);
+  const bool takes_gradient = params.bias_gradient_kind == BiasGradient::kNone ||
+                              params.bias_gradient_kind == BiasGradient::kShared;
+  if (std::max(params.head_dim, params.value_dim) > AttentionHopperHeadsTile::kHeadDim ||
+      (bias != HopperBias::kNone && bias != HopperBias::kTile) || !takes_gradient ||
+      !takes_hopper_backward(params) || params.heads != params.key_heads ||
+      params.window_left >= 0 || params.window_right >= 0 ||
+      hopper_mask(params) == HopperMask::kAny)
+    return -1;
+  const int64_t heads = params.batches * params.heads;
+  if (heads == 0 || heads > INT32_MAX) return -1;
+  // Time of a head, in units of what a key takes.
+  int best = 0;
+  int64_t least = INT64_MAX;
+  for (int index = 0; index < static_cast<int>(std::size(kAttentionHopperHeadsTiles)); ++index) {
+    const AttentionHopperHeadsTile& tile = kAttentionHopperHeadsTiles[index];
+    const int64_t time = divide_up(params.keys, tile.keys()) * (tile.keys() + kKeysOfUnit);
+    if (time >= least) continue;
+    best = index;
+    least = time;
+  }
+  // What is filled of the rounds of the blocks, of the units, and of the tiles of queries.
+  const auto filled_part = [](int64_t count, int64_t of_block) {
+    return static_cast<double>(count) / static_cast<double>(round_up(count, of_block));
+  };
+  const AttentionHopperHeadsTile& tile = kAttentionHopperHeadsTiles[best];
+  const double filled = filled_part(heads, device.multiprocessors) *
+                        filled_part(params.keys, tile.keys()) *
+                        filled_part(params.queries, tile.kQueries);
+  const bool has_other = hopper_backward_tile(params) >= 0;
+  return 100 * filled >= (has_other ? kFilledPercentOfHeads : kFilledPercentOfHeadsAlone) ? best
+                                                                                          : -1;
 }
 
 struct Sm90 {
@@ -220,6 +286,8 @@ struct Sm90 {
                                           bool is_deterministic, const Device& device,
                                           HasCode&& has_code) {
     if (device.major != kHopperMajor || small_tile(params, device) >= 0) return {};
+    if (const int tile = hopper_heads_tile(params, device); tile >= 0 && has_code(0))
+      return plan_heads(params, tile, device);
     BackwardPlan plan;
     plan.backend = kId;
     plan.tile = hopper_backward_tile(params);
@@ -241,13 +309,41 @@ struct Sm90 {
       if (sums_in_clusters(params)) {
         plan.bias_gradient = BiasGradient::kInClusters;
       } else if (is_deterministic) {
-        plan.bias_gradient = BiasGradient::kInOrder;
-        plan.in_order = bias_gradient_plan(params, device);
+        set_in_order(plan, params, device);
       }
     }
     plan.clears_bias_gradient = plan.bias_gradient != BiasGradient::kShared;
     plan.finish(params);
     return plan;
+  }
+
+ private:
+  static BackwardPlan plan_heads(const AttentionBackwardParams& params, int index,
+                                 const Device& device) {
+    const AttentionHopperHeadsTile& tile = kAttentionHopperHeadsTiles[index];
+    BackwardPlan plan;
+    plan.backend = kId;
+    plan.kernel = BackwardKernel::kHeads;
+    plan.tile = index;
+    plan.query_gradient = QueryGradient::kWhole;
+    plan.reads_bias_in_place = reads_in_place(params);
+    plan.tile_head_dim = plan.tile_value_dim = tile.kHeadDim;
+    plan.tile_queries = tile.kQueries;
+    plan.tile_keys = tile.keys();
+    plan.threads = tile.threads();
+    plan.blocks = std::min<int64_t>(params.batches * params.heads, device.multiprocessors);
+    if (params.keys > tile.keys())
+      plan.query_part_bytes = plan.blocks * round_up(params.queries, tile.kQueries) *
+                              tile.kHeadDim * int64_t{sizeof(float)};
+    if (params.bias_gradient_kind == BiasGradient::kShared) set_in_order(plan, params, device);
+    plan.finish(params);
+    return plan;
+  }
+  static void set_in_order(BackwardPlan& plan, const AttentionBackwardParams& params,
+                           const Device& device) {
+    plan.bias_gradient = BiasGradient::kInOrder;
+    const auto found = hopper_bias_gradient_plan(params, device);
+    plan.in_order = found ? *found : bias_gradient_plan(params, device);
   }
 };
 

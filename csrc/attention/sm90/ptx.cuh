@@ -258,6 +258,12 @@ __device__ inline uint64_t matrix_at(uint32_t address, int panel_bytes) {
          uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
+// The descriptor of a matrix of 32 columns: rows of 64 bytes, swizzled as tensor copies do it.
+__device__ inline uint64_t narrow_matrix_at(uint32_t address) {
+  const uint64_t encoded_address = (address & 0x3ffff) >> 4;
+  return encoded_address | uint64_t{1} << 16 | uint64_t{512 >> 4} << 32 | uint64_t{2} << 62;
+}
+
 // The descriptor of a matrix of up to 64 columns whose rows repeat after eight rows.
 __device__ inline uint64_t rows_alike_at(uint32_t address) {
   return matrix_at(address, 16) & ~(uint64_t{0x3fff} << 32);
@@ -388,13 +394,13 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], const uin
 #undef MEGASOFTMAX_PRODUCT
 }
 
-// Starts results += a b: a 64 x 16 * kSteps in registers.
-template <class T, int kN, int kSteps>
+// Starts results += a b: a 64 x 16 * kSteps in registers, b with rows of so many bytes.
+template <class T, int kRowBytes = 128, int kN, int kSteps>
 __device__ __forceinline__ void start_sum_of_products(float (&results)[kN][4],
                                                       const uint32_t (&a)[kSteps][4], uint64_t b) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
-    start_product<T>(results, a[step], moved(b, step * 16 * 128));
+    start_product<T>(results, a[step], moved(b, step * 16 * kRowBytes));
 }
 
 #undef MEGASOFTMAX_4

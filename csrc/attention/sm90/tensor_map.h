@@ -9,11 +9,12 @@
 
 namespace megasoftmax {
 
-// Boxes of so many rows and 128 bytes of columns, swizzled, of [batches, heads, rows, columns],
-// whose elements have 16 bits or are float32. The driver asks for a context of this thread, which
-// the runtime gives it with its first launch or question about a kernel.
+// Boxes of so many rows and 64 or 128 bytes of columns, swizzled, of [batches, heads, rows,
+// columns], whose elements have 16 bits or are float32. The driver asks for a context of this
+// thread, which the runtime gives it with its first launch or question about a kernel.
 inline cudaError_t make_tensor_map(CUtensorMap& map, const Strided& tensor, int64_t batches,
-                                   int64_t heads, int64_t rows, int64_t columns, int box_rows) {
+                                   int64_t heads, int64_t rows, int64_t columns, int box_rows,
+                                   int row_bytes = 128) {
   // By the driver's address, so that nothing links to the driver.
   static const auto encode = [] {
     void* function = nullptr;
@@ -35,7 +36,7 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const Strided& tensor, int6
   const cuuint64_t sizes[] = {size(columns), size(rows), size(heads), size(batches)};
   const cuuint64_t strides[] = {bytes(tensor.query_stride), bytes(tensor.head_stride),
                                 bytes(tensor.batch_stride)};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(128 / size_of(tensor.type)),
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(row_bytes / size_of(tensor.type)),
                             static_cast<cuuint32_t>(box_rows), 1, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
   const CUtensorMapDataType type = tensor.type == DType::kFloat32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
@@ -44,7 +45,8 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const Strided& tensor, int6
                                        : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result =
       encode(&map, type, 4, const_cast<void*>(tensor.data), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_INTERLEAVE_NONE,
+             row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return static_cast<cudaError_t>(result);  // the runtime's errors have the driver's numbers
 }

@@ -1,0 +1,266 @@
+#pragma once
+// dB of a bias that batches or heads share, on Hopper, in float32 and always in the same order. As
+// in sm80/bias_gradient_in_order.cuh a block owns a tile of the bias, keeps its sums in registers
+// and takes its members one after the other, in parts.
+//
+// One warp copies what a member has for the tile. Each of the other warpgroups has 64 queries and
+// 128 keys, 64 at a time. Queries are in rows, so a lane needs the statistics of two rows.
+
+#include "../../common/math.cuh"
+#include "../bias.cuh"
+#include "../limits.h"
+#include "../params.h"
+#include "plan.h"
+#include "ptx.cuh"
+
+namespace megasoftmax {
+
+// Maps of boxes of 32 columns, of the queries and the keys of a tile. The bias has boxes of 64
+// queries and 64 keys.
+struct BiasGradientTensorMaps {
+  CUtensorMap query, key, value, output_gradient, bias;
+};
+
+template <int kIndex>
+struct HopperBiasGradientMemory {
+  static constexpr AttentionHopperBiasGradientTile kTile =
+      kAttentionHopperBiasGradientTiles[kIndex];
+  static constexpr int kWarpgroups = kTile.warpgroups, kStages = 4, kDim = kTile.head_dim;
+  static constexpr int kQueries = kTile.queries(), kKeys = kTile.keys();
+  static constexpr int kRowBytes = 2 * kDim;
+
+  // In this order: the bias of each warpgroup in panels of 64 queries and keys; queries, gradients
+  // of outputs, keys and values of each stage; rows, and bits of a mask, of each stage; barriers.
+  static constexpr int kPanelBytes = 64 * 128, kBiasBytes = 2 * kWarpgroups * kPanelBytes;
+  static constexpr int kQueryBytes = kQueries * kRowBytes, kKeyBytes = kKeys * kRowBytes;
+  static constexpr int kStageBytes = 2 * (kQueryBytes + kKeyBytes);
+  static constexpr int kRowsBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
+  static constexpr int kBitBytes = kKeys / 8;
+  static constexpr int kRowsAt = kBiasBytes + kStages * kStageBytes;
+  static constexpr int kBitsAt = kRowsAt + kStages * kRowsBytes;
+  static constexpr int kBarriersAt = kBitsAt + kStages * kBitBytes;
+  static constexpr int kBytes = kBarriersAt + 8 * (1 + 2 * kStages);
+  static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
+
+  uint32_t address;
+
+  __device__ uint32_t bias(int warpgroup, int half) const {
+    return address + (2 * warpgroup + half) * kPanelBytes;
+  }
+  __device__ uint32_t queries(int stage) const {
+    return address + kBiasBytes + stage * kStageBytes;
+  }
+  __device__ uint32_t gradients(int stage) const { return queries(stage) + kQueryBytes; }
+  __device__ uint32_t keys(int stage) const { return gradients(stage) + kQueryBytes; }
+  __device__ uint32_t values(int stage) const { return keys(stage) + kKeyBytes; }
+  __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowsBytes; }
+  __device__ uint32_t bits(int stage) const { return address + kBitsAt + stage * kBitBytes; }
+  __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
+  __device__ Barrier bias_is_there() const { return barrier(0); }
+  __device__ Barrier stage_is_there(int stage) const { return barrier(1 + stage); }
+  __device__ Barrier stage_is_used(int stage) const { return barrier(1 + kStages + stage); }
+
+  // Called by one thread before others use the barriers.
+  __device__ void init_barriers() const {
+    bias_is_there().init(1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      stage_is_there(stage).init(1);
+      stage_is_used(stage).init(4 * kWarpgroups);
+    }
+    publish_barriers();
+  }
+};
+
+// What a block owns.
+template <class Memory>
+struct TileOfBias {
+  int first_query, first_key;
+  BiasMembers members;
+
+  __device__ explicit TileOfBias(const AttentionBackwardParams& params)
+      : TileOfBias(params, divide_up(params.keys, Memory::kKeys)) {}
+
+ private:
+  __device__ TileOfBias(const AttentionBackwardParams& params, int key_tiles)
+      : TileOfBias(params, key_tiles, key_tiles * divide_up(params.queries, Memory::kQueries)) {}
+  // Tiles of a head lie side by side: blocks that run at a time read the same members.
+  __device__ TileOfBias(const AttentionBackwardParams& params, int key_tiles, int tiles)
+      : first_query(static_cast<int>(blockIdx.x) % tiles / key_tiles * Memory::kQueries),
+        first_key(static_cast<int>(blockIdx.x) % tiles % key_tiles * Memory::kKeys),
+        members(params, static_cast<int>(blockIdx.x) / tiles) {}
+};
+
+// The copying thread.
+template <class Memory>
+__device__ __forceinline__ void copy_members(const AttentionBackwardParams& params,
+                                             const BiasGradientTensorMaps& maps,
+                                             const Memory& memory, const TileOfBias<Memory>& tile) {
+  const BiasMembers& members = tile.members;
+  const int query = tile.first_query, key = tile.first_key;
+  memory.bias_is_there().arrive_and_expect(Memory::kBiasBytes);
+  for (int i = 0; i < 2 * Memory::kWarpgroups; ++i)
+    start_copy_of_box(memory.bias(i / 2, i % 2), maps.bias, memory.bias_is_there(),
+                      key + 64 * (i % 2), query + 64 * (i / 2), members.head, members.batch);
+  const bool has_bits = params.block_mask.words != nullptr;
+  const int row_bytes =
+      min(Memory::kQueries, params.queries - query) * static_cast<int>(sizeof(RowOfBackward));
+  for (int step = 0; members.begin + step < members.end; ++step) {
+    int batch, head, key_head, rest;
+    members.place(params, members.begin + step, batch, head);
+    params.heads_per_key_head.split(head, key_head, rest);
+    const int stage = step % Memory::kStages;
+    memory.stage_is_used(stage).wait((step / Memory::kStages & 1) ^ 1);
+    const Barrier there = memory.stage_is_there(stage);
+    there.arrive_and_expect(Memory::kStageBytes + row_bytes + (has_bits ? Memory::kBitBytes : 0));
+    start_copy_of_box(memory.queries(stage), maps.query, there, 0, query, head, batch);
+    start_copy_of_box(memory.keys(stage), maps.key, there, 0, key, key_head, batch);
+    start_copy_of_box(memory.gradients(stage), maps.output_gradient, there, 0, query, head, batch);
+    start_copy_of_box(memory.values(stage), maps.value, there, 0, key, key_head, batch);
+    start_copy_of_bytes(memory.rows(stage),
+                        params.rows_of_backward + params.row_index(batch, head, query), row_bytes,
+                        there);
+    if (has_bits)
+      start_copy_of_bytes(
+          memory.bits(stage),
+          params.block_mask.of(batch, head) + params.block_mask.layout.bits() + key / 32,
+          Memory::kBitBytes, there);
+  }
+}
+
+// A warpgroup with 64 queries and 128 keys.
+template <class T, bool kMasksKeys, class Memory>
+__device__ __forceinline__ void sum_members(const AttentionBackwardParams& params,
+                                            const Memory& memory, const TileOfBias<Memory>& tile,
+                                            int warpgroup) {
+  constexpr int kRowBytes = Memory::kRowBytes, kHalfBytes = 64 * kRowBytes;
+  // Products of the second half run while the first one is added, if registers allow it.
+  constexpr int kBuffers = Memory::kTile.registers > 160 ? 2 : 1;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const FirstElement mine;
+  const BiasMembers& members = tile.members;
+  using Panel = Tile<T, 64, 64>;
+  using Scores = Accumulators<1, 8>;
+
+  float weights[kBuffers][8][4], gradients[kBuffers][8][4], sums[2][8][4] = {};
+  const auto start = [&]<int kHalf>(int stage) {
+    constexpr int kBuffer = kHalf % kBuffers;
+    const auto own = [&](uint32_t rows) { return narrow_matrix_at(rows + warpgroup * kHalfBytes); };
+    begin_products();
+    start_product_of_rows<T, Memory::kDim>(
+        weights[kBuffer], own(memory.queries(stage)), 0,
+        narrow_matrix_at(memory.keys(stage) + kHalf * kHalfBytes), 0);
+    start_product_of_rows<T, Memory::kDim>(
+        gradients[kBuffer], own(memory.gradients(stage)), 0,
+        narrow_matrix_at(memory.values(stage) + kHalf * kHalfBytes), 0);
+    end_products();
+  };
+  const auto add = [&]<int kHalf>(int stage) {
+    constexpr int kBuffer = kHalf % kBuffers;
+    touch(weights[kBuffer]);
+    touch(gradients[kBuffer]);
+    RowOfBackward rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      rows[half] = reinterpret_cast<const RowOfBackward*>(
+          shared_memory + Memory::kRowsAt +
+          stage * Memory::kRowsBytes)[64 * warpgroup + 16 * warp + mine.row + 8 * half];
+    [[maybe_unused]] uint32_t bits[2] = {};
+    if constexpr (kMasksKeys) {
+      load_pair(bits, memory.bits(stage) + 8 * kHalf);
+      if ((bits[0] & bits[1]) == ~0u) return;  // no key is visible
+    }
+    add_bias(reinterpret_cast<Scores&>(weights[kBuffer]), params.logit_scale,
+             TileBias<T, false, Panel>({memory.bias(warpgroup, kHalf)}, 16 * warp, 0));
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const RowOfBackward& row = rows[i % 4 / 2];
+      float& weight = weights[kBuffer][i / 4][i % 4];
+      weight = exp2_approximate(fmaf(weight - row.max, kLog2E, -row.log2_sum));
+      gradients[kBuffer][i / 4][i % 4] -= row.delta;
+    }
+    // add_if(counts): adds entries for which counts(n, i) is true.
+    const auto add_if = [&](auto&& counts) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        float& sum = sums[kHalf][i / 4][i % 4];
+        if (counts(i / 4, i % 4))
+          sum = fmaf(weights[kBuffer][i / 4][i % 4], gradients[kBuffer][i / 4][i % 4], sum);
+      }
+    };
+    // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not finite.
+    const bool are_finite =
+        __all_sync(~0u, fabsf(rows[0].delta) < INFINITY && fabsf(rows[1].delta) < INFINITY);
+    const bool has_bits = kMasksKeys && (bits[0] | bits[1]) != 0;
+    bits[0] >>= mine.column;
+    bits[1] >>= mine.column;
+    const auto is_visible = [&](int n, int i) {
+      return !kMasksKeys || (bits[n / 4] >> (n % 4 * 8 + i % 2) & 1) == 0;
+    };
+    if (!are_finite) {
+      add_if([&](int n, int i) { return is_visible(n, i) && weights[kBuffer][n][i] != 0.f; });
+    } else if (has_bits) {
+      add_if(is_visible);
+    } else {
+      add_if([](int, int) { return true; });
+    }
+  };
+
+  memory.bias_is_there().wait(0);
+  const int steps = members.end - members.begin;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const int stage = step % Memory::kStages;
+    memory.stage_is_there(stage).wait(step / Memory::kStages & 1);
+    start.template operator()<0>(stage);
+    if constexpr (kBuffers == 2) start.template operator()<1>(stage);
+    wait_for_products<kBuffers - 1>();
+    add.template operator()<0>(stage);
+    if constexpr (kBuffers == 1) start.template operator()<1>(stage);
+    wait_for_products<0>();
+    add.template operator()<1>(stage);
+    __syncwarp();  // all lanes have read its rows
+    if (lane == 0) memory.stage_is_used(stage).arrive();
+  }
+
+  const int64_t pitch = params.bias_pitch();
+  const auto store = [&]<class Out>(Out* entries) {
+    entries += (members.batch * params.bias_heads() + members.head) * params.queries * pitch;
+#pragma unroll
+    for (int i = 0; i < 64; i += 2) {
+      const int half = i / 32, n = i / 4 % 8, j = i % 4;
+      const int query = tile.first_query + 64 * warpgroup + 16 * warp + mine.row + 4 * j;
+      const int key = tile.first_key + 64 * half + 8 * n + mine.column;
+      const float pair[] = {sums[half][n][j], sums[half][n][j + 1]};
+      if (query < params.queries && key < pitch)
+        *reinterpret_cast<Pack<Out, 2>*>(entries + query * pitch + key) = Pack<Out, 2>::round(pair);
+    }
+  };
+  params.bias_parts > 1 ? store(params.bias_part(members.part))
+                        : store(static_cast<T*>(params.bias_gradient));
+}
+
+template <class T, bool kMasksKeys, int kIndex>
+__global__ void __launch_bounds__(kAttentionHopperBiasGradientTiles[kIndex].threads(), 1)
+    attention_hopper_bias_gradient_kernel(const __grid_constant__ AttentionBackwardParams params,
+                                          const __grid_constant__ BiasGradientTensorMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Memory = HopperBiasGradientMemory<kIndex>;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const Memory memory{shared_address(shared_memory)};
+  const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
+  if (threadIdx.x == 0) memory.init_barriers();
+  __syncthreads();
+  const TileOfBias<Memory> tile(params);
+  if (warpgroup < 0) {
+    give_registers<Memory::kTile.kCopierRegisters>();
+    if (threadIdx.x == 0) copy_members(params, maps, memory, tile);
+    return;
+  }
+  take_registers<Memory::kTile.registers>();
+  sum_members<T, kMasksKeys>(params, memory, tile, warpgroup);
+#endif
+}
+
+}  // namespace megasoftmax
