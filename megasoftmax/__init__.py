@@ -25,7 +25,7 @@ from megasoftmax.functions.attention import attention
 from megasoftmax.functions.ring import ring_attention
 from megasoftmax.functions.sdpa import scaled_dot_product_attention
 from megasoftmax.functions.softmax import softmax
-from megasoftmax.functions.topk import softmax_topk
+from megasoftmax.functions.topk import sample, softmax_topk
 from megasoftmax.functions.varlen import attention_varlen
 from megasoftmax.functions.why_not_fused import why_not_fused
 from megasoftmax.masks import TileMask
@@ -64,6 +64,7 @@ __all__ = [
     "merge_attention",
     "ranges",
     "ring_attention",
+    "sample",
     "scaled_dot_product_attention",
     "softmax",
     "softmax_topk",

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,13 +14,11 @@ from megasoftmax.build.extension import MIN_CAPABILITY
 from megasoftmax.limits import kernel_limits
 from megasoftmax.options import AttentionOptions, Ranges, SoftmaxOptions, TopkOptions
 from megasoftmax.reference.dropout import STEPS
+from megasoftmax.reference.topk import SCALES as SCALES
 from megasoftmax.tracing import PLAIN, is_traced
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOATING = (*DTYPES, torch.float64)
-
-# Kernels multiply it by log2(e).
-SCALES = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
 
 MAX_ADDED = 2**26  # entries of a float mask that SDPA is given; the reference makes it in blocks
 MAX_HEADS = 2**31 - 1  # of all batches: kernels of attention count in 31 bits
@@ -147,8 +145,10 @@ def reasons_against_fused_columns(scores: Tensor, options: SoftmaxOptions) -> tu
 def reasons_against_fused_topk(logits: Tensor, k: int, options: TopkOptions) -> tuple[Reason, ...]:
     """The same for the K largest probabilities of each row."""
     found = (
-        *_of_any_call(logits, options, "logits"),
+        *_of_any_call(logits, options.with_one_scale(), "logits"),
         _k(k),
+        _row_scale(options),
+        _choice(logits, k, options),
         *(
             _leading_dimensions(logits, options.mask, options.bias, "logits")
             if logits.dim() > 4 and logits.numel()
@@ -288,13 +288,13 @@ def _of_any_tensor(
 def _of_any_call(
     scores: Tensor, options: SoftmaxOptions | TopkOptions, name: str = "scores"
 ) -> tuple[Reason | None, ...]:
-    dtype = options.dtype
+    dtype, scale = options.dtype, cast(float, options.scale)
     return (
         *_of_any_tensor(scores),
         _dtype(f"dtype of {name}", scores.dtype),
         None if dtype is None else _result_dtype(dtype, scores.dtype),
-        _scale(options.scale),
-        _softcap(options.softcap, options.scale, SCALES[1]),
+        _scale(scale),
+        _softcap(options.softcap, scale, SCALES[1]),
     )
 
 
@@ -517,6 +517,21 @@ def _sdpa_added(
 
 def _k(k: int) -> Reason | None:
     return _count("k", k, kernel_limits().topk["kMaxK"])
+
+
+def _row_scale(options: TopkOptions) -> Reason | None:
+    """Kernels fold the scale of a row into its exponentials alone."""
+    if not isinstance(options.scale, Tensor) or (options.bias is None and not options.softcap):
+        return None
+    return Reason("scale with a bias or a softcap", "a tensor", "a number")
+
+
+def _choice(logits: Tensor, k: int, options: TopkOptions) -> Reason | None:
+    """Scores that choose entries, and are no probabilities, have no kernels yet."""
+    if options.score == "softmax" and options.selection_bias is None:
+        return None
+    given = "score" if options.score != "softmax" else "selection_bias"
+    return Reason(given, "one", "probabilities that choose the entries")
 
 
 def _leading_dimensions(

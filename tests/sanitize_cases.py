@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from inputs import KERNELS, attention_kernels, gpu_like
+from inputs import KERNELS, PLAIN_TOPK, attention_kernels, gpu_like
 
 from megasoftmax.build import extension, library
 from megasoftmax.explain import PACK_BYTES, explain
@@ -562,15 +562,23 @@ def call_topk(given, dtype, shape, k, mask=False, bias=None, layout=None, backwa
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
     options = (scale, next(given.softcaps), excluded, bias_tensor, renormalize)
     probabilities, indices, statistics = OPS.softmax_topk_forward(
-        logits, k, *options, element if next(given.flags) else torch.float32, False
+        *(logits, k, *options, element if next(given.flags) else torch.float32, False),
+        *PLAIN_TOPK,
     )
     if not backward:
+        if bias is None and k > 0 and not given.is_brief:
+            of_rows = given.floats(*shape[:-1], dtype=torch.float32).abs()
+            top_k = torch.full(shape[-2:-1], k, dtype=torch.int32, device=given.device)
+            seed = torch.tensor([3], device=given.device)
+            OPS.softmax_topk_sample(
+                *(logits, k, 1.0, of_rows, excluded, 0, top_k, 0.9, of_rows, 0.0, None, seed)
+            )
         return
     gradient = given.floats(*probabilities.shape, dtype=probabilities.dtype)
     lse_gradient = given.floats(*shape[:-1], dtype=torch.float32) if next(given.flags) else None
     OPS.softmax_topk_backward(
         *(gradient, probabilities, indices, lse_gradient, logits, statistics),
-        *(*options, False, element),
+        *(*options, False, element, None, False),
     )
 
 

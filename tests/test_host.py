@@ -120,6 +120,15 @@ def of_topk():
         "all": {"k": 5, "return_lse": True, "scale": 0.5, "dtype": torch.float16},
         "mask and bias": {"k": 2, "mask": bools(4, 5), "bias": normal(5, grad=False)},
         "renormalized": {"k": 2, "renormalize": True},
+        "limits": {"k": 4, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "renormalize": True},
+        "of rows": {
+            "k": 4,
+            "scale": torch.rand(3, 4) + 0.5,
+            "top_k": ints(2, 1, 4),
+            "top_p": torch.rand(4),
+            "min_p": torch.rand(3, 1),
+            "mask": bools(5),
+        },
     }
 
 
@@ -454,7 +463,15 @@ OPTIONS = {
         "dtype": st.sampled_from([None, torch.bfloat16, torch.float64, torch.int32]),
         "dim": st.sampled_from([-1, 3, 2, -4, 4, 1.0, True]),
     },
-    "softmax_topk": SHARED | {"k": st.sampled_from([0, 2, 5, 6, -1, True, 2.0])},
+    "softmax_topk": SHARED
+    | {
+        "k": st.sampled_from([0, 2, 5, 6, -1, True, 2.0]),
+        "score": st.sampled_from(["softmax", "sigmoid", "none", 1]),
+        "selection_bias": st.none() | TENSORS,
+        "top_k": st.sampled_from([None, 1, 3, 9, 0, True, 1.0, 2**70]) | TENSORS,
+        "top_p": NUMBERS | TENSORS,
+        "min_p": NUMBERS | TENSORS,
+    },
     "attention": SHARED | OF_SCORES,
 }
 

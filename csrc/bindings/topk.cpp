@@ -11,9 +11,40 @@
 namespace megasoftmax {
 namespace {
 
+// A number for each row, which broadcasts to the logits without their last dimension.
+template <class Number>
+OfRows<Number> of_rows(const std::optional<Tensor>& tensor, const Tensor& logits,
+                       const char* argument) {
+  if (!tensor) return {};
+  check(tensor->scalar_type() ==
+            (std::is_same_v<Number, float> ? ScalarType::Float : ScalarType::Int),
+        argument, " must be float32, and that of top_k int32");
+  const Strided rows = strided(torch::stable::unsqueeze(*tensor, -1), logits, argument);
+  return {static_cast<const Number*>(rows.data), rows.batch_stride, rows.head_stride,
+          rows.query_stride};
+}
+
+// A limit as ops take it: a number of all rows, and a tensor in its place.
+template <class Number>
+using Limit = std::pair<Number, const std::optional<Tensor>&>;
+
+void set_limits(TopkForwardParams& params, const Tensor& logits, Limit<int64_t> top_k,
+                Limit<double> top_p, Limit<double> min_p) {
+  TopkLimits& limits = params.limits;
+  limits.top_k = static_cast<int>(std::min<int64_t>(top_k.first, INT32_MAX));
+  limits.top_p = static_cast<float>(top_p.first);
+  limits.min_p = static_cast<float>(min_p.first);
+  limits.row_top_k = of_rows<int>(top_k.second, logits, "row_top_k");
+  limits.row_top_p = of_rows<float>(top_p.second, logits, "row_top_p");
+  limits.row_min_p = of_rows<float>(min_p.second, logits, "row_min_p");
+  limits.are_given = top_k.first > 0 || top_p.first < 1 || min_p.first > 0 || top_k.second ||
+                     top_p.second || min_p.second;
+}
+
 // Replaces tensors that kernels cannot read as they lie.
 void set_logits(TopkParams& params, Tensor& logits, double scale, double softcap,
-                std::optional<Tensor>& mask, const std::optional<Tensor>& bias) {
+                std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& row_scale) {
   check(logits.dim() >= 1, "logits must have at least one dimension");
   logits = with_aligned_storage(logits);
   params.shape = shape_of(logits);
@@ -28,6 +59,10 @@ void set_logits(TopkParams& params, Tensor& logits, double scale, double softcap
   }
   params.scale = static_cast<float>(scale);
   params.softcap = Softcap(softcap, scale);
+  check(!row_scale || !params.takes_bias_instance(),
+        "row_scale must be None with a bias or a softcap");
+  if (row_scale) params.scale = 1;
+  params.row_scale = of_rows<float>(row_scale, logits, "row_scale");
 }
 
 void check_k(int64_t k, int64_t columns) {
@@ -35,12 +70,9 @@ void check_k(int64_t k, int64_t columns) {
         " and at most the number of logits of a row");
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scale, double softcap,
-                                           std::optional<Tensor> mask, std::optional<Tensor> bias,
-                                           bool renormalize, ScalarType dtype, bool candidates) {
-  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  TopkForwardParams params;
-  set_logits(params, logits, scale, softcap, mask, bias);
+// Makes the results, and launches.
+std::tuple<Tensor, Tensor, Tensor> launch_forward(TopkForwardParams params, const Tensor& logits,
+                                                  int64_t k, ScalarType dtype) {
   check_k(k, params.shape.columns);
   std::vector<int64_t> sizes = row_sizes(logits), statistics_sizes = sizes;
   sizes.push_back(k);
@@ -50,8 +82,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scal
   Tensor statistics = new_tensor(statistics_sizes, ScalarType::Float, logits);
 
   params.k = static_cast<int>(k);
-  params.renormalize = renormalize;
-  params.candidates = candidates;
   params.probabilities = values.data_ptr();
   params.probabilities_type = result_dtype_of(dtype, params.scores.type);
   params.indices = static_cast<int64_t*>(indices.data_ptr());
@@ -63,13 +93,53 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scal
   return {std::move(values), std::move(indices), std::move(statistics)};
 }
 
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scale, double softcap,
+                                           std::optional<Tensor> mask, std::optional<Tensor> bias,
+                                           bool renormalize, ScalarType dtype, bool candidates,
+                                           std::optional<Tensor> row_scale, int64_t top_k,
+                                           std::optional<Tensor> row_top_k, double top_p,
+                                           std::optional<Tensor> row_top_p, double min_p,
+                                           std::optional<Tensor> row_min_p, bool sigmoid,
+                                           std::optional<Tensor> selection_bias) {
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  check(!sigmoid && !selection_bias, "scores that choose entries have no kernel");
+  TopkForwardParams params;
+  set_logits(params, logits, scale, softcap, mask, bias, row_scale);
+  set_limits(params, logits, {top_k, row_top_k}, {top_p, row_top_p}, {min_p, row_min_p});
+  params.renormalize = renormalize;
+  params.candidates = candidates;
+  return launch_forward(params, logits, k, dtype);
+}
+
+std::tuple<Tensor, Tensor, Tensor> sample(Tensor logits, int64_t k, double scale,
+                                          std::optional<Tensor> row_scale,
+                                          std::optional<Tensor> mask, int64_t top_k,
+                                          std::optional<Tensor> row_top_k, double top_p,
+                                          std::optional<Tensor> row_top_p, double min_p,
+                                          std::optional<Tensor> row_min_p, Tensor seed) {
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  TopkForwardParams params;
+  set_logits(params, logits, scale, 0, mask, {}, row_scale);
+  set_limits(params, logits, {top_k, row_top_k}, {top_p, row_top_p}, {min_p, row_min_p});
+  params.renormalize = true;
+  check(k >= 1, "k must be at least 1");
+  params.limits.are_given = true;
+  params.seed = dropout_of(0, seed, logits).seed;
+  Tensor drawn = new_tensor(row_sizes(logits), ScalarType::Long, logits);
+  params.drawn = static_cast<int64_t*>(drawn.data_ptr());
+  auto [values, indices, statistics] = launch_forward(params, logits, k, ScalarType::Float);
+  return {std::move(drawn), std::move(values), std::move(indices)};
+}
+
 Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
                 std::optional<Tensor> lse_gradient, Tensor logits, Tensor statistics, double scale,
                 double softcap, std::optional<Tensor> mask, std::optional<Tensor> bias,
-                bool renormalize, bool of_bias, ScalarType dtype) {
+                bool renormalize, bool of_bias, ScalarType dtype, std::optional<Tensor> row_scale,
+                bool sigmoid) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  check(!sigmoid, "scores that choose entries have no kernel");
   TopkBackwardParams params;
-  set_logits(params, logits, scale, softcap, mask, bias);
+  set_logits(params, logits, scale, softcap, mask, bias, row_scale);
   check(probabilities.dim() == logits.dim(), "probabilities must be [..., k]");
   const int64_t k = probabilities.size(probabilities.dim() - 1);
   check(k >= 0 && k <= kMaxK, "probabilities: k must be from 0 to ", kMaxK);
@@ -113,6 +183,7 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
 void register_topk(Library& library) {
   implement(library, "softmax_topk_forward", TORCH_BOX(&forward));
   implement(library, "softmax_topk_backward", TORCH_BOX(&backward));
+  library.impl("softmax_topk_sample", TORCH_BOX(&sample));
 }
 
 }  // namespace megasoftmax

@@ -26,9 +26,14 @@ PyObject* attention_transposed(PyObject* const* arguments);
 // Whether attention of the same arguments would be served.
 PyObject* serves_attention(PyObject* const* arguments);
 
-// softmax_topk(logits, k, scale, softcap, mask, bias, renormalize, dtype, return_lse, group,
-// fused).
+// softmax_topk(logits, k, scale, softcap, mask, bias, score, selection_bias, top_k, top_p, min_p,
+// renormalize, dtype, return_lse, group, fused).
 PyObject* softmax_topk(PyObject* const* arguments);
-inline constexpr int kTopkArguments = 11;
+inline constexpr int kTopkArguments = 16;
+
+// sample(logits, k, scale, mask, top_k, top_p, min_p, seed, return_probabilities, fused); a seed is
+// given.
+PyObject* sample(PyObject* const* arguments);
+inline constexpr int kSampleArguments = 10;
 
 }  // namespace megasoftmax::host

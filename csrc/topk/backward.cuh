@@ -152,9 +152,10 @@ __global__ void __launch_bounds__(
   };
   TopkEntry first_entry;
   if (owner.thread() < params.k) first_entry = read_entry(owner.thread());
+  const float unit = unit_of<Bias>(params, schedule, row);
   const TopkProbability<Mask> probability(params, logits.mask, largest, log_sum,
                                           kIsContiguous && params.scale < 0 ? -1.f : 1.f,
-                                          exponent_of<Bias>(params).c);
+                                          unit * kLog2E);
   const auto find_probability = [&](TopkEntry& entry) {
     if (entry.column < 0) return;
     const float x = kIsContiguous ? to_float(logits_row[entry.column])
@@ -170,7 +171,8 @@ __global__ void __launch_bounds__(
   }
   sum = owner.sum(sum);
   // The derivative of z by the logits, but for a softcap's part of it.
-  const float to_result = params.of_bias ? 1.f : params.scale;
+  const float scale = params.row_scale.data == nullptr ? params.scale : unit;
+  const float to_result = params.of_bias ? 1.f : scale;
   const float of_all = params.renormalize ? h : h - sum, weight = of_all * to_result;
   const bool is_finite = fabsf(weight) < INFINITY;
 

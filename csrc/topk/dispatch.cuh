@@ -52,10 +52,12 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
       const Together together = schedule.is_cluster                   ? Together::kInClusters
                                 : kRegime.blocks_per_row == kWholeGpu ? Together::kAll
                                                                       : Together::kNot;
+      // Rows beyond the largest first dimension of a grid take its second one.
+      const auto others = divide_up(params.rows, plan.blocks / schedule.blocks_per_row);
+      const dim3 grid(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(others));
       const auto launch_kernel = [&](auto kernel) {
-        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
-                      plan.shared_bytes, together, schedule.blocks_per_row, stream, params,
-                      schedule);
+        return launch(kernel, grid, dim3(plan.threads), plan.shared_bytes, together,
+                      schedule.blocks_per_row, stream, params, schedule);
       };
       constexpr int kKernel = topk_kernel_of(kIndex);
       if constexpr (!Mask::kPresent && !Bias::kPresent) {

@@ -17,9 +17,19 @@ struct TopkSchedule {
   Divider queries, heads;
 };
 
+// Which of the k entries keep their probability: a number of all rows, or of each.
+struct TopkLimits {
+  bool are_given = false;      // or something is drawn
+  int top_k = 0;               // the first so many, where it is from 1 to k
+  float top_p = 1, min_p = 0;  // parts of the sum, and of the largest probability
+  RowNumbers row_top_k;
+  OfRows<float> row_top_p, row_min_p;
+};
+
 // The logits are the scores of ForwardParams, which have a scale, a softcap, a mask and a bias
 // alone. There are [rows, k] probabilities.
 struct TopkParams : ForwardParams {
+  OfRows<float> row_scale;     // in place of the scale, with neither bias nor softcap
   int k = 0;                   // at most kMaxK
   bool renormalize = false;    // they sum to 1
   int64_t* indices = nullptr;  // [rows, k]
@@ -30,6 +40,12 @@ struct TopkParams : ForwardParams {
 
 struct TopkForwardParams : TopkParams {
   bool candidates = false;  // z in place of probabilities
+  TopkLimits limits;
+  const int64_t* seed = nullptr;  // of what is drawn
+  int64_t* drawn = nullptr;       // [rows], a column of each; or null
+
+  // Whether all rows have one scale, and keep their k probabilities.
+  bool have_plain_rows() const { return row_scale.data == nullptr && !limits.are_given; }
 };
 
 // Reads what the forward wrote. Indices outside the row are ignored.

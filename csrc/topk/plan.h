@@ -90,6 +90,7 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
                                   int forced) {
   const int64_t vectors = topk_vectors(params, false), rows = params.rows;
   const bool suits_tiles = params.is_contiguous && !params.can_exclude &&
+                           params.have_plain_rows() &&
                            params.shape.columns * size_of(params.scores.type) % 16 == 0;
   if (forced < 0 && suits_tiles && vectors <= kTileMaxVectors && params.k <= kTileMaxK)
     return plan_topk_tiles(params, static_cast<int>(vectors));

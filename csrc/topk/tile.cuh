@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kTileThreads)
   for (int distance = 1; distance < tiles.lanes; distance *= 2)
     total.sum += __shfl_xor_sync(~0u, total.sum, distance);
 
-  const RowStatistics statistics(params, total, false);
+  const RowStatistics statistics(total, fabsf(params.scale));
   if (lane == 0 && row < rows) statistics.write(params, first_row + row);
   float values[kLongest];
 #pragma unroll

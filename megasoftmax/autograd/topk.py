@@ -21,6 +21,7 @@ from megasoftmax.reference.softmax import accumulation_dtype, curvature_of_score
 from megasoftmax.reference.topk import (
     BackwardArguments,
     ForwardArguments,
+    scale_of,
     softmax_topk_backward,
     softmax_topk_double_backward,
     softmax_topk_forward,
@@ -29,15 +30,19 @@ from megasoftmax.reference.topk import (
 REFERENCE = Implementation(softmax_topk_forward, softmax_topk_backward)
 
 _COUNT, _BACKWARD_COUNT = len(ForwardArguments._fields), len(BackwardArguments._fields)
-_BACKWARD_TENSORS = (*BackwardArguments._fields[:6], "mask", "bias")
+_BACKWARD_TENSORS = (*BackwardArguments._fields[:6], "mask", "bias", "row_scale")
+# Tensors of the forward that choose entries, and have no gradient.
+_CHOOSING = ("row_top_k", "row_top_p", "row_min_p", "selection_bias")
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keeps for `gradients` what it needs. `inputs` begin as `softmax_topk_forward`'s."""
     given = ForwardArguments(*inputs[:_COUNT])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, given.logits, given.mask, given.bias)
-    ctx.given = given._replace(logits=None, mask=None, bias=None)
+    ctx.save_for_backward(*output, given.logits, given.mask, given.bias, given.row_scale)
+    ctx.given = given._replace(
+        logits=None, mask=None, bias=None, row_scale=None, **dict.fromkeys(_CHOOSING)
+    )
 
 
 def gradients(
@@ -54,7 +59,7 @@ def gradients(
     given = ctx.given
     if given.candidates:
         raise NotImplementedError("candidates: expected False where a gradient is needed, got True")
-    values, indices, statistics, logits, mask, bias = ctx.saved_tensors
+    values, indices, statistics, logits, mask, bias, row_scale = ctx.saved_tensors
     if gradient is None:
         gradient = values.new_zeros(()).expand(values.shape)
     elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
@@ -76,6 +81,8 @@ def gradients(
             given.renormalize,
             of_bias,
             dtype,
+            row_scale,
+            given.sigmoid,
         )
 
     needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
@@ -86,7 +93,7 @@ def gradients(
     if needs.logits and given.softcap > 0:
         d_logits = found(False, logits.dtype)
     elif needs.logits:
-        d_logits = (of_z * given.scale).to(logits.dtype)
+        d_logits = (of_z * scale_of(given.scale, row_scale)).to(logits.dtype)
     return ForwardArguments(logits=d_logits, bias=of_z.sum_to_size(bias.shape).to(bias.dtype))
 
 
@@ -105,10 +112,10 @@ def double_gradients(implementation: Implementation, ctx: Any, cotangent: Tensor
     tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
     given = ctx.given._replace(**tensors)
     compute, bias = accumulation_dtype(given.logits.dtype), given.bias
-    of_scores = given.logits, given.scale, given.softcap
+    of_scores = given.logits, scale_of(given.scale, given.row_scale), given.softcap
     slope = slope_of_scores(*of_scores)
     of_z = cotangent.to(compute) * (1.0 if given.of_bias else slope)
-    found = softmax_topk_double_backward(of_z, *given[:-2])  # all but what tells the result
+    found = softmax_topk_double_backward(*(of_z, *given[:11], given.row_scale, given.sigmoid))
     constant, d_logits = torch.zeros_like(found.lse), found.z * slope
     if given.softcap > 0 and not given.of_bias:
         dz = softmax_topk_backward(*given._replace(of_bias=True, dtype=compute))
@@ -134,11 +141,14 @@ def batch_forward(
     if has_no_room(given.logits, dims.logits):
         return one_by_one(forward, info.batch_size, in_dims, args), (0, 0, 0)
     logits = batch_first(given.logits, dims.logits, info.batch_size)
-    batched = given._replace(
-        logits=logits,
-        mask=batch_aligned(given.mask, dims.mask, logits.dim()),
-        bias=batch_aligned(given.bias, dims.bias, logits.dim()),
-    )
+
+    def aligned(name: str, rank: int) -> Any:
+        return batch_aligned(getattr(given, name), getattr(dims, name), rank)
+
+    of_logits = {name: aligned(name, logits.dim()) for name in ("mask", "bias", "selection_bias")}
+    rows = ("row_scale", "row_top_k", "row_top_p", "row_min_p")
+    of_rows = {name: aligned(name, logits.dim() - 1) for name in rows}
+    batched = given._replace(logits=logits, **of_logits, **of_rows)
     return forward(*batched), (0, 0, 1)
 
 
@@ -162,6 +172,7 @@ def batch_backward(
         **first | {"statistics": first["statistics"].movedim(0, 1)},
         mask=batch_aligned(given.mask, dims.mask, rank),
         bias=batch_aligned(given.bias, dims.bias, rank),
+        row_scale=batch_aligned(given.row_scale, dims.row_scale, rank - 1),
     )
     return backward(*batched), 0
 

@@ -174,12 +174,15 @@ def _topk_forward(*args: Any) -> Iterator[_Split]:
     given = reference.topk.ForwardArguments(*args)
     logits = given.logits
     for dim in range(logits.ndim - 1):
+        rows = ("row_scale", "row_top_k", "row_top_p", "row_min_p")
         yield (
             (dim, dim, dim + 1),
             reference.topk.ForwardArguments(
                 logits=dim,
                 mask=_of_broadcast(given.mask, logits, dim),
                 bias=_of_broadcast(given.bias, logits, dim),
+                selection_bias=_of_broadcast(given.selection_bias, logits, dim),
+                **{name: _of_broadcast(getattr(given, name), logits, dim, 1) for name in rows},
             ),
         )
 
@@ -199,6 +202,7 @@ def _topk_backward(*args: Any) -> Iterator[_Split]:
                 statistics=dim + 1,
                 mask=_of_broadcast(given.mask, logits, dim),
                 bias=_of_broadcast(given.bias, logits, dim),
+                row_scale=_of_broadcast(given.row_scale, logits, dim, missing=1),
             ),
         )
 

@@ -40,6 +40,8 @@ def softmax_topk(
     bias: Tensor | None,
     renormalize: bool,
     dtype: torch.dtype,
+    row_scale: Tensor | None,
+    *limits: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities [..., K], indices [..., K] and statistics [3, ...], the same on every rank.
 
@@ -50,12 +52,14 @@ def softmax_topk(
         group: its ranks hold the shards in the order of their numbers.
         logits, mask, bias: of this rank's shard.
         k: from 0 on. What exceeds the vocabulary gets probability 0 and index V.
-        scale, softcap, renormalize, dtype: as in `reference.topk.softmax_topk_forward`.
+        scale, softcap, renormalize, dtype, row_scale: as in `reference.topk.softmax_topk_forward`.
+        limits: its arguments from `top_k` to `row_min_p`.
     """
     if is_in_forward_mode():
         raise NotImplementedError("group: expected None for a forward-mode derivative, got a group")
     return _ShardedTopk.apply(
-        logits, k, scale, softcap, mask, bias, renormalize, dtype, implementation, group
+        *(logits, k, scale, softcap, mask, bias, renormalize, dtype, row_scale, limits),
+        *(implementation, group),
     )
 
 
@@ -79,11 +83,15 @@ class _ShardedTopk(torch.autograd.Function):
         bias: Tensor | None,
         renormalize: bool,
         dtype: torch.dtype,
+        row_scale: Tensor | None,
+        limits: tuple[Any, ...],
         implementation: Implementation,
         group: "ProcessGroup",
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = logits.shape[:-1]
-        mine, factor, statistics = _select(implementation, logits, k, scale, softcap, mask, bias)
+        mine, factor, statistics = _select(
+            implementation, logits, k, scale, softcap, mask, bias, row_scale
+        )
         gathered = _gather(mine, statistics, logits.shape[-1], k, group)
         candidates, statistics, offsets = _unpack(gathered, k, statistics.dtype, factor)
 
@@ -94,18 +102,22 @@ class _ShardedTopk(torch.autograd.Function):
         )
         maximum, log_sum, _ = statistics.double().unsqueeze(-1)
         weights = (y.double() - maximum) * reference.topk.rounded(factor, y.dtype, y.device)
+        of_rows: list[Any] = [
+            each.expand(rows).reshape(-1) if isinstance(each, Tensor) else each for each in limits
+        ]
+        found = reference.topk.Limits.of(*of_rows)
+        kept = found.applied(weights.exp(), log_sum.squeeze(-1).exp())
         if renormalize:
-            weights = weights.exp()
-            p = weights / weights.sum(-1, keepdim=True)
+            p = kept / kept.sum(-1, keepdim=True)
         else:
-            p = (weights - log_sum).exp()
+            p = (weights - log_sum).exp().masked_fill(kept == 0, 0)
         if mask is not None or bias is not None:
             p = p.masked_fill(maximum == -torch.inf, 0)
         p = p.masked_fill(excluded, 0).to(dtype).reshape(*rows, k)
         indices, statistics = indices.reshape(p.shape), statistics.reshape(3, *rows)
 
         local = indices - offsets[torch.distributed.get_rank(group)]
-        ctx.save_for_backward(p, local, statistics, logits, mask, bias)
+        ctx.save_for_backward(p, local, statistics, logits, mask, bias, row_scale)
         ctx.given = reference.topk.ForwardArguments(
             k=k,
             scale=scale,
@@ -113,6 +125,7 @@ class _ShardedTopk(torch.autograd.Function):
             renormalize=renormalize,
             dtype=dtype,
             candidates=False,
+            sigmoid=False,
         )
         ctx.implementation = implementation
         ctx.mark_non_differentiable(indices)
@@ -129,10 +142,10 @@ class _ShardedTopk(torch.autograd.Function):
             )
         d_logits, d_bias = found.logits, found.bias
         if torch.is_grad_enabled():
-            _, _, _, logits, _, bias = ctx.saved_tensors
+            _, _, _, logits, _, bias, _ = ctx.saved_tensors
             sources = gradient, statistics_gradient, logits, bias
             d_logits, d_bias = _Final.apply(d_logits, d_bias, *sources)
-        return d_logits, None, None, None, None, d_bias, None, None, None, None
+        return d_logits, None, None, None, None, d_bias, *[None] * 6
 
 
 class _Final(torch.autograd.Function):
@@ -158,21 +171,29 @@ def _select(
     softcap: float,
     mask: Tensor | None,
     bias: Tensor | None,
-) -> tuple[_Candidates, float, Tensor]:
-    """At most K candidates of this shard with local indices, the factor of y, statistics."""
+    row_scale: Tensor | None,
+) -> tuple[_Candidates, float | Tensor, Tensor]:
+    """At most K candidates of this shard with local indices, the factor of y, statistics.
+
+    The factor is a number, or [rows, 1].
+    """
     compute = reference.softmax.accumulation_dtype(logits.dtype)
     k = min(k, logits.shape[-1])
     y, indices, statistics = implementation.forward(
-        logits, k, scale, softcap, mask, bias, False, compute, True
+        *(logits, k, scale, softcap, mask, bias, False, compute, True),
+        *(row_scale, 0, None, 1.0, None, 0.0, None, False, None),
     )
     excluded = torch.zeros_like(indices, dtype=torch.bool)
     if mask is not None:
         excluded = mask.expand(logits.shape).gather(-1, indices)
-    factor = 1.0
+    factor: float | Tensor = 1.0
+    rows = statistics[0].numel()
     if bias is None and softcap == 0:  # before the scale can round two of them to one
         selected = logits.gather(-1, indices)
-        y, factor = reference.topk.comparable(selected, scale, 0.0, excluded, None)
-    rows = statistics[0].numel()
+        of_all = reference.topk.scale_of(scale, row_scale)
+        y, factor = reference.topk.comparable(selected, of_all, 0.0, excluded, None)
+        if isinstance(factor, Tensor):
+            factor = factor.expand(*logits.shape[:-1], 1).reshape(rows, 1)
     candidates = (part.reshape(rows, k) for part in (y, indices, excluded))
     return _Candidates(*candidates), factor, statistics
 
@@ -200,7 +221,7 @@ def _gather(
 
 
 def _unpack(
-    gathered: Tensor, k: int, compute: torch.dtype, factor: float
+    gathered: Tensor, k: int, compute: torch.dtype, factor: float | Tensor
 ) -> tuple[_Candidates, Tensor, Tensor]:
     """All candidates, the statistics [3, rows] of whole rows, and where each shard begins."""
     shards = len(gathered)
@@ -211,7 +232,7 @@ def _unpack(
 
     maxima, log_sums = numbers.contiguous().view(compute).double().view(shards, 2, rows).unbind(1)
     maximum = maxima.amax(0)
-    to_z = reference.topk.rounded(factor, compute, maxima.device)
+    to_z = reference.topk.of_rows(reference.topk.rounded(factor, compute, maxima.device))
     log_sum = ((maxima - maximum) * to_z + log_sums).exp().sum(0).log()
     statistics = torch.stack([maximum, log_sum, maximum * to_z + log_sum])
     statistics = statistics.masked_fill(maximum == -torch.inf, -torch.inf).to(compute)
