@@ -148,7 +148,7 @@ def reasons_against_fused_topk(logits: Tensor, k: int, options: TopkOptions) -> 
         *_of_any_call(logits, options.with_one_scale(), "logits"),
         _k(k),
         _row_scale(options),
-        _choice(logits, k, options),
+        *_choice(logits, k, options),
         *(
             _leading_dimensions(logits, options.mask, options.bias, "logits")
             if logits.dim() > 4 and logits.numel()
@@ -526,12 +526,35 @@ def _row_scale(options: TopkOptions) -> Reason | None:
     return Reason("scale with a bias or a softcap", "a tensor", "a number")
 
 
-def _choice(logits: Tensor, k: int, options: TopkOptions) -> Reason | None:
-    """Scores that choose entries, and are no probabilities, have no kernels yet."""
-    if options.score == "softmax" and options.selection_bias is None:
+def _choice(logits: Tensor, k: int, options: TopkOptions) -> tuple[Reason | None, ...]:
+    """Kernels of routers take rows of all experts in shared memory, and no option beside."""
+    bias = options.selection_bias
+    if options.score == "softmax" and bias is None:
+        return ()
+    name = "score 'sigmoid'" if bias is None else "selection_bias"
+    limits, columns = kernel_limits().topk, logits.shape[-1]
+    beside = [each for each in ("mask", "bias") if getattr(options, each) is not None]
+    if options.softcap:
+        beside.append("softcap")
+    if isinstance(options.scale, Tensor):
+        beside.append("a scale of each row")
+    row_bytes = columns * logits.dtype.itemsize
+    return (
+        _count(f"k with {name}", k, limits["kTileMaxK"]),
+        _count(f"columns with {name}", columns, limits["kRouterMaxColumns"]),
+        Reason(f"bytes of a row with {name}", str(row_bytes), "a multiple of 16")
+        if row_bytes % 16
+        else None,
+        Reason(f"options beside {name}", ", ".join(beside), "none") if beside else None,
+        None if bias is None else _one_for_all_rows(bias, columns),
+    )
+
+
+def _one_for_all_rows(selection_bias: Tensor, columns: int) -> Reason | None:
+    shape = tuple(selection_bias.shape)
+    if shape and selection_bias.numel() == shape[-1] == columns:
         return None
-    given = "score" if options.score != "softmax" else "selection_bias"
-    return Reason(given, "one", "probabilities that choose the entries")
+    return Reason("selection_bias", f"shape {shape}", f"[{columns}]")
 
 
 def _leading_dimensions(

@@ -82,6 +82,7 @@ def cases():
         ),
         *product("columns", direction=DIRECTIONS, dtype=DTYPES, inner=(16, 6, 3)),
         *product("topk tile", is_topk_tile, dtype=DTYPES, k=TILE_KS, vectors=TILE_VECTORS),
+        *product("topk router", dtype=DTYPES, k=(1, 8, 16), columns=(16, 40, 256, 1024)),
         *product("topk forward", has_kernels, **topk, regime=range(len(TOPK_REGIMES))),
         *product("topk backward", has_kernels, **topk, vectors=TOPK_BACKWARD_VECTORS),
         *product(
@@ -530,6 +531,19 @@ def topk_tile(given, dtype, k, vectors):
         call_topk(given, dtype, (1, rows, columns), k, layout="exact")
 
 
+def topk_router(given, dtype, k, columns):
+    element = DTYPES[dtype]
+    for rows in given.sizes((1, 257, 7)):
+        for sigmoid, has_bias in ((True, True), (True, False), (False, True)):
+            logits = given.floats(rows, columns, dtype=element, layout="exact")
+            bias = given.floats(columns, dtype=torch.float32) if has_bias else None
+            flags = (next(given.flags), element, False)
+            OPS.softmax_topk_forward(
+                *(logits, k, next(given.scales), 0.0, None, None, *flags),
+                *(*PLAIN_TOPK[:-2], sigmoid, bias),
+            )
+
+
 def topk_forward(given, dtype, mask, bias, regime):
     _, threads, _, vectors, blocks, *_ = TOPK_REGIMES[regime]
     pack = PACK_BYTES // DTYPES[dtype].itemsize
@@ -859,6 +873,7 @@ RUN = {
     "softmax dropout bias gradient": softmax_dropout_bias_gradient,
     "columns": softmax_columns,
     "topk tile": topk_tile,
+    "topk router": topk_router,
     "topk forward": topk_forward,
     "topk backward": topk_backward,
     "attention": attention,

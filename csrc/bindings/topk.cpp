@@ -65,6 +65,13 @@ void set_logits(TopkParams& params, Tensor& logits, double scale, double softcap
   params.row_scale = of_rows<float>(row_scale, logits, "row_scale");
 }
 
+// The tensor, or a copy, contiguous from a multiple of 16 bytes on.
+Tensor contiguous_at_vectors(const Tensor& tensor) {
+  const Tensor found = torch::stable::contiguous(tensor);
+  return reinterpret_cast<uintptr_t>(found.data_ptr()) % 16 == 0 ? found
+                                                                 : torch::stable::clone(found);
+}
+
 void check_k(int64_t k, int64_t columns) {
   check(k >= 0 && k <= kMaxK && k <= columns, "k must be from 0 to ", kMaxK,
         " and at most the number of logits of a row");
@@ -102,9 +109,27 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, int64_t k, double scal
                                            std::optional<Tensor> row_min_p, bool sigmoid,
                                            std::optional<Tensor> selection_bias) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  check(!sigmoid && !selection_bias, "scores that choose entries have no kernel");
   TopkForwardParams params;
+  params.sigmoid = sigmoid;
+  const bool is_of_router = sigmoid || selection_bias;
+  if (is_of_router) logits = contiguous_at_vectors(logits);
   set_logits(params, logits, scale, softcap, mask, bias, row_scale);
+  if (is_of_router) {
+    const int64_t columns = params.shape.columns;
+    check(k <= kTileMaxK && columns <= kRouterMaxColumns &&
+              columns * size_of(params.scores.type) % 16 == 0 && !mask && !bias && softcap == 0 &&
+              !row_scale,
+          "routers take at most ", kTileMaxK, " of ", kRouterMaxColumns,
+          " columns, in whole 16 bytes, without a mask, a bias, a softcap and a scale of rows");
+    if (selection_bias) {
+      check(selection_bias->numel() == columns && selection_bias->is_cuda() &&
+                selection_bias->get_device_index() == logits.get_device_index() &&
+                selection_bias->scalar_type() == ScalarType::Float,
+            "selection_bias must be float32, one for each column");
+      selection_bias = contiguous_at_vectors(*selection_bias);
+      params.selection_bias = selection_bias->data_ptr();
+    }
+  }
   set_limits(params, logits, {top_k, row_top_k}, {top_p, row_top_p}, {min_p, row_min_p});
   params.renormalize = renormalize;
   params.candidates = candidates;
@@ -137,8 +162,8 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
                 bool renormalize, bool of_bias, ScalarType dtype, std::optional<Tensor> row_scale,
                 bool sigmoid) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  check(!sigmoid, "scores that choose entries have no kernel");
   TopkBackwardParams params;
+  params.sigmoid = sigmoid;
   set_logits(params, logits, scale, softcap, mask, bias, row_scale);
   check(probabilities.dim() == logits.dim(), "probabilities must be [..., k]");
   const int64_t k = probabilities.size(probabilities.dim() - 1);
@@ -157,7 +182,7 @@ Tensor backward(Tensor gradient, Tensor probabilities, Tensor indices,
   const Tensor columns = contiguous(indices, rows * k, ScalarType::Long, "indices");
   const Tensor row_statistics = contiguous(statistics, 3 * rows, ScalarType::Float, "statistics");
   Tensor lse_gradients;
-  if (lse_gradient) {
+  if (lse_gradient && !sigmoid) {  // whose statistics are constants
     lse_gradients = contiguous(*lse_gradient, rows, ScalarType::Float, "lse_gradient");
     params.log_sum_exp_gradient = static_cast<const float*>(lse_gradients.data_ptr());
   }

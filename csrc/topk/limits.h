@@ -25,6 +25,9 @@ inline constexpr int kTopkMaxDeclaredBytes = 16384;
 // sorted by networks, see tile.cuh.
 inline constexpr int kTileThreads = 128, kMaxTileVectors = 8, kTileMaxK = 16;
 inline constexpr int kTileMaxVectors = 32 * kMaxTileVectors;
+// Columns of rows that are chosen by a sigmoid or with a bias, see router.cuh, of 4 bytes each.
+inline constexpr int kRouterMaxColumns = 1024;
+static_assert(kRouterMaxColumns <= 4 * kTileMaxVectors);
 
 // Other rows, forward
 struct TopkRegime {

@@ -29,6 +29,7 @@ struct TopkLimits {
 // The logits are the scores of ForwardParams, which have a scale, a softcap, a mask and a bias
 // alone. There are [rows, k] probabilities.
 struct TopkParams : ForwardParams {
+  bool sigmoid = false;        // scores are sigmoid(z) in place of probabilities
   OfRows<float> row_scale;     // in place of the scale, with neither bias nor softcap
   int k = 0;                   // at most kMaxK
   bool renormalize = false;    // they sum to 1
@@ -41,9 +42,12 @@ struct TopkParams : ForwardParams {
 struct TopkForwardParams : TopkParams {
   bool candidates = false;  // z in place of probabilities
   TopkLimits limits;
+  // Routers alone: [columns] float32 at 16 bytes, added where entries are chosen, or null.
+  const void* selection_bias = nullptr;
   const int64_t* seed = nullptr;  // of what is drawn
   int64_t* drawn = nullptr;       // [rows], a column of each; or null
 
+  bool are_of_router() const { return sigmoid || selection_bias != nullptr; }
   // Whether all rows have one scale, and keep their k probabilities.
   bool have_plain_rows() const { return row_scale.data == nullptr && !limits.are_given; }
 };

@@ -121,11 +121,11 @@ def softmax_topk(
       limits.
 
     With score="sigmoid" the K largest of sigmoid(z) take the place of probabilities, and
-    `renormalize` divides them by their sum. `selection_bias` is added to the scores where they are
-    chosen and put in order, and not to what is returned. Both are the routers of DeepSeek-V3. An
-    excluded entry has score 0, and ranks last. Neither has limits, `group`, or, for the sigmoid, a
-    log-sum-exp. Sums of a score and a selection bias that differ by few units in the last place may
-    come in another order on another device.
+    `renormalize` divides them by their sum, unless that is 0. `selection_bias` is added to the
+    scores where they are chosen and put in order, and not to what is returned. Both are the routers
+    of DeepSeek-V3. An excluded entry has score 0, and ranks last. Neither has limits or `group`, and
+    the sigmoid has no log-sum-exp. Sums of a score and a selection bias that differ by few units in
+    the last place may come in another order on another device.
 
     Differentiable with respect to logits and bias, twice too; incoming gradients are not modified.
     Gradients use the returned probabilities where they are summed over K, and float32 ones
@@ -228,10 +228,13 @@ class TopkCall(Call):
         if self._is_plain():
             return *self._by_torch_softmax(), logits
         implementation, bias = autograd.topk.REFERENCE, options.bias
+        selection_bias = options.selection_bias
         is_fused = self.runs_fused()
         if is_fused:
             implementation = ops.topk.IMPLEMENTATION
             bias = cast_for_kernels(bias, logits)
+            if selection_bias is not None:
+                selection_bias = selection_bias.float().reshape(-1)
         elif runs_as_op("logits", logits):
             implementation = ops.topk.IMPLEMENTATION
         operands = (
@@ -247,7 +250,7 @@ class TopkCall(Call):
         )
         found: tuple[Tensor, Tensor, Tensor] = call_op(
             *(autograd.topk.call, implementation, needs_gradient, *operands, False, *of_rows),
-            *(options.score == "sigmoid", options.selection_bias),
+            *(options.score == "sigmoid", selection_bias),
         )
         return found
 

@@ -91,7 +91,8 @@ def softmax_topk_forward(
     if sigmoid:
         values = _visible(torch.sigmoid(selected * factor), mask, indices)
         if renormalize:
-            values = _visible(values / values.sum(-1, keepdim=True), mask, indices)
+            total = values.sum(-1, keepdim=True)
+            values = _visible(values / total.masked_fill(total == 0, 1), mask, indices)
         return values.to(dtype).contiguous(), indices, y.new_zeros((3, *y.shape[:-1]))
     if k > 0 and selection_bias is None:
         largest = selected[..., 0]
@@ -186,7 +187,7 @@ def softmax_topk_backward(
     columns = logits.shape[-1]
     scale = scale_of(scale, row_scale)
     if sigmoid:
-        rest = 1 - _sigmoids(logits, indices, scale, softcap, mask, bias)
+        _, rest = _sigmoids(logits, indices, scale, softcap, mask, bias)
         found = q * (g - d if renormalize else g) * rest
         dz = _scatter(torch.where(q == 0, 0, found), indices, columns)
     elif renormalize:
@@ -256,8 +257,8 @@ def softmax_topk_double_backward(
     v = cotangent.to(compute)
     scale = scale_of(scale, row_scale)
     if sigmoid:
-        s = _sigmoids(logits, indices, scale, softcap, mask, bias)
-        at = torch.where(q == 0, 0, _gather(v, indices) * (1 - s))
+        s, rest = _sigmoids(logits, indices, scale, softcap, mask, bias)
+        at = torch.where(q == 0, 0, _gather(v, indices) * rest)
         f = (at * q).sum(-1, keepdim=True) if renormalize else 0
         of_selected = g - d if renormalize else g
         d_gradient = q * (at - f)
@@ -410,10 +411,11 @@ def _sigmoids(
     softcap: float,
     mask: Tensor | None,
     bias: Tensor | None,
-) -> Tensor:
-    """sigmoid(z) of the K entries, in the accumulation type; differentiable."""
+) -> tuple[Tensor, Tensor]:
+    """sigmoid(z) of the K entries, and 1 less it, in the accumulation type; differentiable."""
     y, factor = comparable(logits, scale, softcap, mask, bias)
-    return torch.sigmoid(y.gather(-1, indices) * factor)
+    z = y.gather(-1, indices) * factor
+    return torch.sigmoid(z), torch.sigmoid(-z)
 
 
 def _visible(values: Tensor, mask: Tensor | None, indices: Tensor) -> Tensor:
