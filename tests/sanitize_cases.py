@@ -536,7 +536,7 @@ def topk_router(given, dtype, k, columns):
     for rows in given.sizes((1, 257, 7)):
         for sigmoid, has_bias in ((True, True), (True, False), (False, True)):
             logits = given.floats(rows, columns, dtype=element, layout="exact")
-            bias = given.floats(columns, dtype=torch.float32) if has_bias else None
+            bias = given.floats(columns, dtype=torch.float32, layout="exact") if has_bias else None
             flags = (next(given.flags), element, False)
             OPS.softmax_topk_forward(
                 *(logits, k, next(given.scales), 0.0, None, None, *flags),

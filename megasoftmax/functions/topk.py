@@ -123,9 +123,9 @@ def softmax_topk(
     With score="sigmoid" the K largest of sigmoid(z) take the place of probabilities, and
     `renormalize` divides them by their sum, unless that is 0. `selection_bias` is added to the
     scores where they are chosen and put in order, and not to what is returned. Both are the routers
-    of DeepSeek-V3. An excluded entry has score 0, and ranks last. Neither has limits or `group`, and
-    the sigmoid has no log-sum-exp. Sums of a score and a selection bias that differ by few units in
-    the last place may come in another order on another device.
+    of DeepSeek-V3. An excluded entry has score 0, and ranks last. Neither has limits or `group`,
+    and the sigmoid has no log-sum-exp. Sums of a score and a selection bias that differ by few
+    units in the last place may come in another order on another device.
 
     Differentiable with respect to logits and bias, twice too; incoming gradients are not modified.
     Gradients use the returned probabilities where they are summed over K, and float32 ones
