@@ -4,8 +4,8 @@ A case is logits [rows, columns], a k and what they hold. Where `data` is one of
 normal, and the call is another: "limits" has a scale of each row, top_k and top_p, "router" has
 sigmoids and a selection bias, and "sample" draws with top_k and top_p. Forward, the fewest bytes
 are those of one read of the logits and one write of probabilities, int64 indices and three
-statistics per row; backward, of one read of the logits and one write of their gradient. The copy, of a tensor of the
-size of the logits, is timed in the same rounds.
+statistics per row; backward, of one read of the logits and one write of their gradient. The copy,
+of a tensor of the size of the logits, is timed in the same rounds.
 
 `timing` says how: "call" is a call from Python with the L2 cache flushed before it. Cases below
 32 MiB have a further line, "graph": a CUDA graph of 20 calls, of which each counts for a twentieth.

@@ -13,12 +13,13 @@ top_p, then min_p. One launch draws in place of sorts, sums and softmaxes over t
 own that calls megasoftmax.sample, as in examples/generate.py, writes none.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
 import megasoftmax
-from megasoftmax.limits import kernel_limits
 
 
 class Sampler(LogitsProcessor):  # type: ignore[misc, unused-ignore]
@@ -31,16 +32,18 @@ class Sampler(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         top_k: int | None = 50,
         top_p: float | None = None,
         min_p: float | None = None,
+        most: int = 256,
         seed: int | None = None,
     ) -> None:
         """Take the options of `generate`.
 
         Args:
             temperature: above 0.
-            top_k: how many tokens are drawn from at most; None: as many as the kernels take, 256.
-                Then a nucleus of more tokens is cut, see `megasoftmax.softmax_topk`.
+            top_k: how many tokens are drawn from at most, or None.
             top_p: from 0 to 1, of the probability of the top_k tokens, or of all without top_k.
             min_p: from 0 to 1, of the largest probability.
+            most: without top_k, how many tokens are drawn from at most. A nucleus of more is cut.
+                The kernels take up to 256.
             seed: of the first step; each further step takes the next number. None: torch's
                 generator draws one for each step.
 
@@ -49,8 +52,13 @@ class Sampler(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         """
         if not temperature > 0:
             raise ValueError(f"temperature: expected a number above 0, got {temperature}")
-        self.options = {"scale": 1 / temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        self.seed = seed
+        self.options: dict[str, Any] = {
+            "scale": 1 / temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+        }
+        self.most, self.seed = most if top_k is None else top_k, seed
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [rows, vocabulary], 0 for the token of each row and -inf for the others."""
@@ -58,7 +66,7 @@ class Sampler(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         if self.seed is not None:
             seed = torch.tensor([self.seed], device=scores.device)
             self.seed += 1
-        k = self.options["top_k"] or kernel_limits().topk["kMaxK"]
-        tokens = megasoftmax.sample(scores, min(k, scores.shape[-1]), seed=seed, **self.options)
+        k = min(self.most, scores.shape[-1])
+        tokens = megasoftmax.sample(scores, k, seed=seed, **self.options)
         chosen = torch.full_like(scores, -torch.inf)
         return chosen.scatter_(-1, tokens.unsqueeze(-1), 0.0)

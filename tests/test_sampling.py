@@ -147,6 +147,37 @@ def test_top_k_says_whether_top_p_is_of_the_whole_row(device):
     assert p.tolist() == [[1.0, 0.0, 0.0]]
 
 
+def test_split_vocabulary(group_of_one):
+    logits = 2 * normal(3, 4, 37, device="cpu").requires_grad_()
+    mask = coin(37, device="cpu")
+    given = LIMITS["of rows"]((3, 4), "cpu") | {"scale": 0.3 + parts(4, device="cpu"), "mask": mask}
+    for renormalize in (False, True):
+        options = given | {"renormalize": renormalize, "return_lse": True}
+        found = megasoftmax.softmax_topk(logits, 9, **options, group=group_of_one)
+        wanted = megasoftmax.softmax_topk(logits, 9, **options)
+        for actual, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(actual, expected)
+        gradients = [
+            torch.autograd.grad((p.square().sum() + lse.sum()), logits)[0]
+            for p, _, lse in (found, wanted)
+        ]
+        torch.testing.assert_close(*gradients)
+
+
+def test_vmap(device):
+    """Of what has an example's shape, and of what all share."""
+    logits = normal(5, 4, 30, device=device)
+    scale, top_p = 0.5 + parts(5, 4, device=device), parts(4, device=device)
+
+    def call(logits, scale):
+        return megasoftmax.softmax_topk(logits, 6, scale=scale, top_p=top_p, renormalize=True)
+
+    found = torch.vmap(call)(logits, scale)
+    wanted = [call(*each) for each in zip(logits, scale, strict=True)]
+    for actual, expected in zip(found, zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected))
+
+
 # What is drawn
 
 

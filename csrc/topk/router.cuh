@@ -13,7 +13,7 @@ namespace megasoftmax {
 inline constexpr int kRouterVectors = kMaxTileVectors;  // of a lane, of four float32
 
 template <class T, int kLongest>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, kLongest > 8 ? 5 : 8)
     topk_router_kernel(const __grid_constant__ TopkForwardParams params,
                        const __grid_constant__ TopkTiles tiles) {
   using Keys = TileKeys<float>;
