@@ -64,7 +64,7 @@ class Sampler(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         """Scores [rows, vocabulary], 0 for the token of each row and -inf for the others."""
         seed = None
         if self.seed is not None:
-            seed = torch.tensor([self.seed], device=scores.device)
+            seed = torch.full((1,), self.seed, dtype=torch.int64, device=scores.device)
             self.seed += 1
         k = min(self.most, scores.shape[-1])
         tokens = megasoftmax.sample(scores, k, seed=seed, **self.options)

@@ -20,62 +20,77 @@ __device__ inline float sum_up_to_lane(float number, int lane) {
   return number;
 }
 
+// The weights of the first entries of a row, in order, by a warp: entry 64 g + 2 lane and the next
+// one are the pair that a lane has of group g.
+class OrderedWeights {
+  static constexpr int kGroup = 64, kGroups = kMaxK / kGroup;
+  float weights_[kGroups][2];
+  float before_[kGroups], up_to_[kGroups];  // sums of the entries before a pair, and up to its end
+  int lane_;
+
+ public:
+  float sum = 0.f;
+
+  template <class Weight>
+  __device__ __forceinline__ OrderedWeights(int count, Weight&& weight)
+      : lane_(thread_index_anew() % 32) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      weights_[group][0] = weights_[group][1] = before_[group] = up_to_[group] = 0.f;
+      if (group * kGroup >= count) continue;
+      const int first = group * kGroup + 2 * lane_;
+      if (first < count) weights_[group][0] = weight(first);
+      if (first + 1 < count) weights_[group][1] = weight(first + 1);
+      const float up_to_lane = sum_up_to_lane(weights_[group][0] + weights_[group][1], lane_);
+      const float below = __shfl_up_sync(~0u, up_to_lane, 1);
+      before_[group] = lane_ == 0 ? sum : sum + below;
+      up_to_[group] = sum + up_to_lane;
+      sum += __shfl_sync(~0u, up_to_lane, 31);
+    }
+  }
+
+  // How many of the first `count` entries come before the first one for which holds(entry, its
+  // weight, the sum before it, the sum up to it) is false.
+  template <class Holds>
+  __device__ __forceinline__ int count_while(int count, Holds&& holds) const {
+    int found = 0;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if (found != group * kGroup || found >= count) continue;
+      const int first = group * kGroup + 2 * lane_;
+      const float middle = before_[group] + weights_[group][0];
+      const unsigned of_first = __ballot_sync(
+          ~0u, first < count && holds(first, weights_[group][0], before_[group], middle));
+      const unsigned of_second = __ballot_sync(
+          ~0u, first + 1 < count && holds(first + 1, weights_[group][1], middle, up_to_[group]));
+      found += min(2 * lanes_before_zero(of_first), 2 * lanes_before_zero(of_second) + 1);
+    }
+    return found;
+  }
+
+  // Of the first `count` entries, which is from 1 on.
+  __device__ __forceinline__ float sum_of(int count) const {
+    const int last = count - 1;
+    float found = 0.f;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int first = group * kGroup + 2 * lane_;
+      if (first == last) found = before_[group] + weights_[group][0];
+      if (first + 1 == last) found = up_to_[group];
+    }
+    return __shfl_sync(~0u, found, last % kGroup / 2);
+  }
+
+ private:
+  __device__ static int lanes_before_zero(unsigned bits) {
+    return bits == ~0u ? 32 : __ffs(~bits) - 1;
+  }
+};
+
 struct WithinLimits {
   int count;  // the first so many
   float sum;  // of their weights
 };
-
-// By each warp that asks. `sum`: that of the weights of the whole row.
-template <class Weight>
-__device__ WithinLimits find_within(int top_k, float top_p, float min_p, int k, float sum,
-                                    Weight&& weight) {
-  const int lane = thread_index_anew() % 32;
-  const bool has_top_k = top_k >= 1 && top_k <= k;
-  const int most = has_top_k ? top_k : k;
-  if (has_top_k) {
-    sum = 0.f;
-    for (int i = lane; i < most; i += 32) sum += weight(i);
-    sum = warp_sum<32>(sum);
-  }
-  const float nucleus = top_p >= 1.f ? INFINITY : top_p * sum;
-  float before = 0.f;  // the sum of the groups of 32 before this one
-#pragma unroll 1
-  for (int first = 0;; first += 32) {
-    const int i = first + lane;
-    const float mine = i < most ? weight(i) : 0.f;
-    const float through = sum_up_to_lane(mine, lane);
-    const float below = __shfl_up_sync(~0u, through, 1);
-    const float preceding = before + (lane == 0 ? 0.f : below);
-    const bool is_kept = i < most && (i == 0 || (preceding < nucleus && mine >= min_p));
-    const int count = __ffs(~__ballot_sync(~0u, is_kept)) - 1;  // -1: all 32
-    const int last = count < 0 ? 31 : count - 1;
-    const float up_to_last = __shfl_sync(~0u, through, max(last, 0));
-    if (count == 0) return {first, before};
-    before += up_to_last;
-    if (count > 0 || first + 32 >= most) return {first + last + 1, before};
-  }
-}
-
-// The first of `kept` entries up to which the weights sum to more than a number, or the last with a
-// weight: rounding may leave a sum below the number.
-template <class Weight>
-__device__ int find_drawn(int kept, float number, Weight&& weight) {
-  const int lane = thread_index_anew() % 32;
-  float before = 0.f;
-  int last = 0;
-#pragma unroll 1
-  for (int first = 0; first < kept; first += 32) {
-    const int i = first + lane;
-    const float mine = i < kept ? weight(i) : 0.f;
-    const float through = before + sum_up_to_lane(mine, lane);
-    const unsigned reached = __ballot_sync(~0u, mine > 0.f && through > number);
-    if (reached != 0) return first + __ffs(reached) - 1;
-    before = __shfl_sync(~0u, through, 31);
-    const unsigned weighed = __ballot_sync(~0u, mine > 0.f);
-    if (weighed != 0) last = first + 31 - __clz(weighed);
-  }
-  return last;
-}
 
 // From 0 to 1 exclusively; `uniform` of megasoftmax/reference/topk.py. Dropout's counters end with
 // less than 64.
@@ -94,22 +109,40 @@ __device__ __noinline__ inline WithinLimits limit_row(const TopkForwardParams& p
                                                       const uint64_t* sorted) {
   const TopkLimits& limits = params.limits;
   const RowIndex index = row_at(schedule, row);
+  const bool draws = params.drawn != nullptr && threadIdx.x < 32;
+  const int64_t seed = draws ? *params.seed : 0;
   const auto read = [&](const auto& of_rows, auto number) {
     return of_rows.data == nullptr ? number : of_rows.at(index.batch, index.head, index.query);
   };
-  const auto weight = [&](int i) { return exponent(logit_of(sorted[i]), total.max); };
-  WithinLimits found{params.k, total.sum};
-  const bool is_regular = total.sum > 0.f;  // neither empty nor NaN
-  if (is_regular)
-    found = find_within(read(limits.row_top_k, limits.top_k), read(limits.row_top_p, limits.top_p),
-                        read(limits.row_min_p, limits.min_p), params.k, total.sum, weight);
-  if (params.drawn != nullptr && threadIdx.x < 32) {
-    int drawn = 0;
-    if (is_regular)
-      drawn = find_drawn(found.count, found.sum * random_number(*params.seed, row), weight);
+  const int top_k = read(limits.row_top_k, limits.top_k);
+  const float top_p = read(limits.row_top_p, limits.top_p),
+              min_p = read(limits.row_min_p, limits.min_p);
+  if (!(total.sum > 0.f) || params.k == 0) {  // empty, or NaN
+    if (draws && threadIdx.x == 0) params.drawn[row] = column_of(sorted[0]);
+    return {params.k, total.sum};
+  }
+  const bool has_top_k = top_k >= 1 && top_k <= params.k;
+  const int most = has_top_k ? top_k : params.k;
+  const OrderedWeights weights(most,
+                               [&](int i) { return exponent(logit_of(sorted[i]), total.max); });
+  const float whole = has_top_k ? weights.sum : total.sum;
+  const float nucleus = top_p >= 1.f ? INFINITY : top_p * whole;
+  const int count = weights.count_while(most, [&](int i, float weight, float before, float) {
+    return i == 0 || (before < nucleus && weight >= min_p);
+  });
+  const float sum = weights.sum_of(count);
+  if (draws) {
+    const float number = sum * random_number(seed, row);
+    int drawn = weights.count_while(count, [&](int, float weight, float, float up_to) {
+      return !(weight > 0.f && up_to > number);
+    });
+    if (drawn == count)  // rounding left all sums below the number
+      drawn = weights.count_while(count, [](int, float weight, float, float) {
+        return weight > 0.f;
+      }) - 1;
     if (threadIdx.x == 0) params.drawn[row] = column_of(sorted[drawn]);
   }
-  return found;
+  return {count, sum};
 }
 
 }  // namespace megasoftmax
