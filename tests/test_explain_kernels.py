@@ -541,7 +541,7 @@ def test_limits_and_routers_of_topk() -> None:
     found = explain_topk(4096, 256, 8, HALF, router=True)
     assert found.regime == "router"
     assert "chosen by other numbers" in found.why
-    assert (found.threads, found.rows_per_block, found.blocks) == (128, 16, 256)
+    assert (found.threads, found.rows_per_block, found.blocks) == (128, 32, 128)
     for columns, k, options in (
         (256, 17, {}),
         (1032, 8, {}),

@@ -25,9 +25,10 @@ inline constexpr int kTopkMaxDeclaredBytes = 16384;
 // sorted by networks, see tile.cuh.
 inline constexpr int kTileThreads = 128, kMaxTileVectors = 8, kTileMaxK = 16;
 inline constexpr int kTileMaxVectors = 32 * kMaxTileVectors;
-// Columns of rows that are chosen by a sigmoid or with a bias, see router.cuh, of 4 bytes each.
-inline constexpr int kRouterMaxColumns = 1024;
-static_assert(kRouterMaxColumns <= 4 * kTileMaxVectors);
+// Rows that are chosen by a sigmoid or with a bias, see router.cuh. A lane of a row has 16 vectors
+// of float32: half as many lanes as with 8 sort and merge half as many keys.
+inline constexpr int kRouterVectors = 16, kRouterMaxColumns = 1024;
+static_assert(kRouterMaxColumns <= 32 * kRouterVectors * 4);
 
 // Other rows, forward
 struct TopkRegime {

@@ -15,7 +15,7 @@ struct TopkTiles {
   int lanes;  // of a row: 1, 2, 4 ... or 32
   int log2_lanes;
   int rows_per_tile;
-  int lane_vectors;                // of a lane: 1, 2, 4 or 8
+  int lane_vectors;                // of a lane: 1, 2, 4 or 8; kRouterVectors of a router
   int vectors;                     // of a row
   int log2_places;                 // for vectors, in all lanes of a row
   bool is_ragged;                  // some places are empty
@@ -60,8 +60,9 @@ constexpr int tile_list_length(int k) {
   return length;
 }
 
-// least_vectors: of a lane.
-inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors, int least_vectors) {
+// least_vectors and most_vectors: of a lane.
+inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors, int least_vectors,
+                                int most_vectors) {
   TopkPlan plan = {};
   plan.name = "tile";
   plan.regime = kTopkTile;
@@ -69,7 +70,7 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors, in
   plan.threads = kTileThreads;
   TopkTiles& tiles = plan.tiles;
   tiles.lanes = 1;
-  while (tiles.lanes * kMaxTileVectors < vectors) tiles.lanes = 1 << ++tiles.log2_lanes;
+  while (tiles.lanes * most_vectors < vectors) tiles.lanes = 1 << ++tiles.log2_lanes;
   tiles.lane_vectors = least_vectors;
   while (tiles.lanes * tiles.lane_vectors < vectors) tiles.lane_vectors *= 2;
   while (1 << tiles.log2_places < tiles.lanes * tiles.lane_vectors) ++tiles.log2_places;
@@ -89,7 +90,7 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
                                   int forced) {
   if (params.are_of_router()) {
     const int of_floats = static_cast<int>(params.shape.columns) / 4;
-    TopkPlan plan = plan_topk_tiles(params, of_floats, kMaxTileVectors);
+    TopkPlan plan = plan_topk_tiles(params, of_floats, kRouterVectors, kRouterVectors);
     plan.name = "router";
     plan.regime = kTopkRouter;
     return plan;
@@ -102,7 +103,8 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
     // Lanes take steps of as many logits as they sort at a time.
     return plan_topk_tiles(
         params, static_cast<int>(vectors),
-        std::max(tile_list_length(params.k) * size_of(params.scores.type) / 16, 1));
+        std::max(tile_list_length(params.k) * size_of(params.scores.type) / 16, 1),
+        kMaxTileVectors);
   TopkPlan plan = {};
   plan.has_unit_stride = !params.can_exclude && params.scores.column_stride == 1;
   const auto can_serve = [&](const TopkRegime& regime) {

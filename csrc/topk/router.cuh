@@ -10,15 +10,13 @@
 
 namespace megasoftmax {
 
-inline constexpr int kRouterVectors = kMaxTileVectors;  // of a lane, of four float32
-
 template <class T, int kLongest>
-__global__ void __launch_bounds__(kTileThreads, kLongest > 8 ? 5 : 8)
+__global__ void __launch_bounds__(kTileThreads, kLongest > 8 ? 5 : 6)
     topk_router_kernel(const __grid_constant__ TopkForwardParams params,
                        const __grid_constant__ TopkTiles tiles) {
   using Keys = TileKeys<float>;
   constexpr int kElements = kPackElements<T>, kParts = kElements / 4;
-  constexpr int kLoads = kRouterVectors / kParts;
+  constexpr int kLoads = kRouterVectors / kParts, kTogether = 8;  // loads of a thread at a time
   extern __shared__ __align__(16) char shared_memory[];
   auto* const tile = reinterpret_cast<Pack<float>*>(shared_memory);
 
@@ -39,29 +37,33 @@ __global__ void __launch_bounds__(kTileThreads, kLongest > 8 ? 5 : 8)
   {
     const int thread = static_cast<int>(threadIdx.x);
     const int log2_places = tiles.log2_places - (kParts == 2), mask = (1 << log2_places) - 1;
-    Pack<T> raw[kLoads];
+#pragma unroll 1
+    for (int at_first = thread; at_first < kLoads * kTileThreads;
+         at_first += kTogether * kTileThreads) {
+      Pack<T> raw[kTogether];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int at = thread + i * kTileThreads, row = at >> log2_places, vector = at & mask;
-      if (row < rows && vector * kParts < tiles.vectors)
-        raw[i] =
-            load_pack<T, kElements>(logits + (row * tiles.vectors / kParts + vector) * kElements);
-    }
+      for (int i = 0; i < kTogether; ++i) {
+        const int at = at_first + i * kTileThreads, row = at >> log2_places, vector = at & mask;
+        if (row < rows && vector * kParts < tiles.vectors)
+          raw[i] =
+              load_pack<T, kElements>(logits + (row * tiles.vectors / kParts + vector) * kElements);
+      }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int at = thread + i * kTileThreads, row = at >> log2_places, vector = at & mask;
-      if (row >= rows || vector * kParts >= tiles.vectors) continue;
+      for (int i = 0; i < kTogether; ++i) {
+        const int at = at_first + i * kTileThreads, row = at >> log2_places, vector = at & mask;
+        if (row >= rows || vector * kParts >= tiles.vectors) continue;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        Pack<float> added;
-        if (has_sigmoids) added = bias[vector * kParts + part];
-        float by[4];
+        for (int part = 0; part < kParts; ++part) {
+          Pack<float> added;
+          if (has_sigmoids) added = bias[vector * kParts + part];
+          float by[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float x = raw[i][part * 4 + j], z = x * sign;
-          by[j] = !has_sigmoids ? z : z == -INFINITY ? z : sigmoid(x) + added[j];
+          for (int j = 0; j < 4; ++j) {
+            const float x = raw[i][part * 4 + j], z = x * sign;
+            by[j] = !has_sigmoids ? z : z == -INFINITY ? z : sigmoid(x) + added[j];
+          }
+          tile[row * pitch + vector * kParts + part] = Pack<float>::round(by);
         }
-        tile[row * pitch + vector * kParts + part] = Pack<float>::round(by);
       }
     }
     __syncthreads();
