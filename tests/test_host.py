@@ -706,6 +706,28 @@ def test_limits_of_attention(inside, outside, served):
     assert served == [True, False]
 
 
+@pytest.mark.parametrize("name", [name for name in of_topk() if name in ("limits", "of rows")])
+@pytest.mark.parametrize("return_probabilities", [False, True])
+def test_sample(return_probabilities, name, served, in_python):
+    options = {key: each for key, each in of_topk()[name].items() if key != "renormalize"}
+    logits, seed = torch.randn(2, 3, 4, 5), torch.tensor([7])
+    options |= {"seed": seed, "return_probabilities": return_probabilities}
+    found = megasoftmax.sample(logits, **options)
+    assert served == [True]
+    expected = in_python(lambda: megasoftmax.sample(logits, **options, fused=False))
+    for actual, wanted in zip(
+        *map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True
+    ):
+        assert actual.equal(wanted)
+    served.clear()
+    megasoftmax.sample(logits, 3)  # Python draws a seed
+    assert served == []
+    for wrong in ({"k": 0}, {"k": 6}, {"seed": 7}, {"top_p": 2.0}, {"scale": None}):
+        with pytest.raises((TypeError, ValueError)):
+            megasoftmax.sample(logits, **(options | wrong))
+    assert not any(served)
+
+
 def test_limits_of_topk(served):
     for k in (256, 257):
         megasoftmax.softmax_topk(torch.randn(1, 300), k)
