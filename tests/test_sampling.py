@@ -78,6 +78,18 @@ def test_scale_of_rows(renormalize, dtype, device):
         check(logits, k, scale=0.3 + parts(3, device=device), mask=mask, renormalize=renormalize)
 
 
+def test_rows_of_any_strides(device):
+    """Kernels count rows, whatever dimensions there are."""
+    logits = 2 * normal(2, 3, 2, 2, 5, 40, device=device)
+    scale = 0.3 + parts(3, 1, 2, 5, device=device)
+    top_k = counts(10, most=9, device=device)[::2]
+    top_p = parts(5, 2, device=device).mT
+    check(logits, 9, scale=scale, top_k=top_k, top_p=top_p, renormalize=True)
+    flat = logits.flatten(0, -2)
+    wide = parts(len(flat), 3, device=device)
+    check(flat, 9, scale=wide[:, 1], top_p=wide[:, 2], min_p=wide[:1, 0].expand(len(flat)) / 9)
+
+
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 5, 40, 300])

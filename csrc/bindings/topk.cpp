@@ -11,22 +11,35 @@
 namespace megasoftmax {
 namespace {
 
-// A number for each row, which broadcasts to the logits without their last dimension.
+// A number for each row, which broadcasts to the logits without their last dimension. A tensor with
+// other strides is replaced by a copy.
 template <class Number>
-OfRows<Number> of_rows(const std::optional<Tensor>& tensor, const Tensor& logits,
-                       const char* argument) {
+OfRows<Number> of_rows(std::optional<Tensor>& tensor, const Tensor& logits, const char* argument) {
   if (!tensor) return {};
-  check(tensor->scalar_type() ==
-            (std::is_same_v<Number, float> ? ScalarType::Float : ScalarType::Int),
-        argument, " must be float32, and that of top_k int32");
-  const Strided rows = strided(torch::stable::unsqueeze(*tensor, -1), logits, argument);
-  return {static_cast<const Number*>(rows.data), rows.batch_stride, rows.head_stride,
-          rows.query_stride};
+  const ScalarType type = std::is_same_v<Number, float> ? ScalarType::Float : ScalarType::Int;
+  check(tensor->scalar_type() == type, argument, " must be float32, and that of top_k int32");
+  const std::vector<int64_t> sizes = row_sizes(logits);
+  const auto missing = static_cast<int64_t>(sizes.size()) - tensor->dim();
+  bool broadcasts =
+      missing >= 0 && tensor->is_cuda() && tensor->get_device_index() == logits.get_device_index();
+  for (int64_t i = 0; broadcasts && i < tensor->dim(); ++i)
+    broadcasts = tensor->size(i) == 1 || tensor->size(i) == sizes[missing + i];
+  check(broadcasts, argument, " must broadcast to the rows of logits, on their device");
+  int64_t rows = 1;
+  for (const int64_t size : sizes) rows *= size;
+  int64_t stride = tensor->numel() == 1 ? 0 : 1;
+  if (stride == 1 && tensor->numel() == rows && tensor->dim() == 1) {
+    stride = tensor->stride(0);
+  } else if (stride == 1 && (tensor->numel() != rows || !tensor->is_contiguous())) {
+    Tensor copy = new_tensor(sizes, type, logits);
+    tensor = torch::stable::copy_(copy, *tensor);
+  }
+  return {static_cast<const Number*>(tensor->data_ptr()), stride};
 }
 
 // A limit as ops take it: a number of all rows, and a tensor in its place.
 template <class Number>
-using Limit = std::pair<Number, const std::optional<Tensor>&>;
+using Limit = std::pair<Number, std::optional<Tensor>&>;
 
 void set_limits(TopkForwardParams& params, const Tensor& logits, Limit<int64_t> top_k,
                 Limit<double> top_p, Limit<double> min_p) {
@@ -44,7 +57,7 @@ void set_limits(TopkForwardParams& params, const Tensor& logits, Limit<int64_t> 
 // Replaces tensors that kernels cannot read as they lie.
 void set_logits(TopkParams& params, Tensor& logits, double scale, double softcap,
                 std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& row_scale) {
+                std::optional<Tensor>& row_scale) {
   check(logits.dim() >= 1, "logits must have at least one dimension");
   logits = with_aligned_storage(logits);
   params.shape = shape_of(logits);

@@ -37,17 +37,15 @@ inline Strided contiguous(int64_t heads, int64_t rows, int64_t columns) {
   return tensor;
 }
 
-// A number for each row, of any strides; absent when data is null.
-template <class Number>
-struct OfRows {
-  const Number* data = nullptr;
+// An integer for each row, of any strides; absent when data is null.
+struct RowNumbers {
+  const int* data = nullptr;
   int64_t batch_stride = 0, head_stride = 0, query_stride = 0;
 
-  __host__ __device__ Number at(int64_t batch, int64_t head, int64_t query) const {
+  __host__ __device__ int at(int64_t batch, int64_t head, int64_t query) const {
     return data[batch * batch_stride + head * head_stride + query * query_stride];
   }
 };
-using RowNumbers = OfRows<int>;
 
 // Columns [first, end) that a row sees, as far as they are given. They may lie outside of the row.
 struct VisibleRanges {

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(
   };
   TopkEntry first_entry;
   if (owner.thread() < params.k) first_entry = read_entry(owner.thread());
-  const float unit = unit_of<Bias>(params, schedule, row);
+  const float unit = unit_of<Bias>(params, row);
   const TopkProbability<Mask> probability(params, logits.mask, largest, log_sum,
                                           kIsContiguous && params.scale < 0 ? -1.f : 1.f,
                                           unit * kLog2E);

@@ -343,8 +343,7 @@ struct TopkPart {
 // What a row's keys, in order, become: probabilities, or z.
 template <class Mask, int kThreads>
 __device__ void write_topk(const TopkForwardParams& params, const RowIndex& index, int64_t row,
-                           const TopkSchedule& schedule, MaxAndSum total, float unit,
-                           const uint64_t* sorted) {
+                           MaxAndSum total, float unit, const uint64_t* sorted) {
   const int thread = thread_index_anew();
   const Exponent exponent{unit * kLog2E};
   const RowStatistics statistics(total, unit);
@@ -353,7 +352,7 @@ __device__ void write_topk(const TopkForwardParams& params, const RowIndex& inde
   bool is_empty = statistics.is_empty();
   int kept = params.k;
   if (params.limits.are_given) {
-    const WithinLimits found = limit_row(params, schedule, row, total, exponent, sorted);
+    const WithinLimits found = limit_row(params, row, total, exponent, sorted);
     kept = found.count;
     if (params.renormalize) sum = found.sum;
   } else if (params.renormalize) {
@@ -459,7 +458,7 @@ __global__ void __launch_bounds__(
     }
   }
   const RowIndex index = row_at(schedule, row);
-  const Exponent exponent{unit_of<Bias>(params, schedule, row) * kLog2E};
+  const Exponent exponent{unit_of<Bias>(params, row) * kLog2E};
   const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].vectors_per_thread, kHasUnitStride>
       part(params, schedule, index, rank);
   uint32_t delegates[2];
@@ -579,8 +578,8 @@ __global__ void __launch_bounds__(
   selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
   __syncthreads();
   const int64_t same_row = row_of_block();
-  write_topk<Mask, kThreads>(params, index, same_row, schedule, total,
-                             unit_of<Bias>(params, schedule, same_row), selection.sorted);
+  write_topk<Mask, kThreads>(params, index, same_row, total, unit_of<Bias>(params, same_row),
+                             selection.sorted);
 }
 
 }  // namespace megasoftmax

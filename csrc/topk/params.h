@@ -17,12 +17,22 @@ struct TopkSchedule {
   Divider queries, heads;
 };
 
+// A number for each row, or for all with stride 0; absent when data is null. Dimensions of logits
+// may be merged, so that rows are counted.
+template <class Number>
+struct OfRows {
+  const Number* data = nullptr;
+  int64_t stride = 0;
+
+  __host__ __device__ Number at(int64_t row) const { return data[row * stride]; }
+};
+
 // Which of the k entries keep their probability: a number of all rows, or of each.
 struct TopkLimits {
   bool are_given = false;      // or something is drawn
   int top_k = 0;               // the first so many, where it is from 1 to k
   float top_p = 1, min_p = 0;  // parts of the sum, and of the largest probability
-  RowNumbers row_top_k;
+  OfRows<int> row_top_k;
   OfRows<float> row_top_p, row_min_p;
 };
 

@@ -27,12 +27,10 @@ __device__ inline float logit_at(const TopkParams& params, const RowIndex& index
 
 // z in units of Logits: |scale| without a bias, which is NaN where a row has no scale.
 template <class Bias>
-__device__ inline float unit_of(const TopkParams& params, const TopkSchedule& schedule,
-                                int64_t row) {
+__device__ inline float unit_of(const TopkParams& params, int64_t row) {
   if constexpr (Bias::kPresent) return 1.f;
   if (params.row_scale.data == nullptr) return fabsf(params.scale);
-  const RowIndex index = row_at(schedule, row);
-  const float scale = params.row_scale.at(index.batch, index.head, index.query);
+  const float scale = params.row_scale.at(row);
   return scale >= kTiniestRowScale && scale <= kLargestRowScale ? scale : NAN;
 }
 

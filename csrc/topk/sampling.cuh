@@ -103,16 +103,14 @@ __device__ inline float random_number(int64_t seed, int64_t row) {
 
 // By all warps of a block, of the keys of a row in order. The first warp draws. A function of its
 // own, not to take registers of rows without limits.
-__device__ __noinline__ inline WithinLimits limit_row(const TopkForwardParams& params,
-                                                      const TopkSchedule& schedule, int64_t row,
+__device__ __noinline__ inline WithinLimits limit_row(const TopkForwardParams& params, int64_t row,
                                                       MaxAndSum total, Exponent exponent,
                                                       const uint64_t* sorted) {
   const TopkLimits& limits = params.limits;
-  const RowIndex index = row_at(schedule, row);
   const bool draws = params.drawn != nullptr && threadIdx.x < 32;
   const int64_t seed = draws ? *params.seed : 0;
   const auto read = [&](const auto& of_rows, auto number) {
-    return of_rows.data == nullptr ? number : of_rows.at(index.batch, index.head, index.query);
+    return of_rows.data == nullptr ? number : of_rows.at(row);
   };
   const int top_k = read(limits.row_top_k, limits.top_k);
   const float top_p = read(limits.row_top_p, limits.top_p),

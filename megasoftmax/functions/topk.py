@@ -270,13 +270,13 @@ class TopkCall(Call):
 
     def _of_rows(self, is_fused: bool) -> tuple[Any, ...]:
         """The scale of each row, and each limit as a number and as a tensor, for ops."""
-        logits, options = self.tensor, self.options
+        options = self.options
 
         def operands(name: str, none: float) -> tuple[Any, Tensor | None]:
             given = getattr(options, name)
             if not isinstance(given, Tensor):
                 return none if given is None else given, None
-            return none, _rows_for_kernels(given, logits) if is_fused else given
+            return none, _rows_for_kernels(given) if is_fused else given
 
         limits = (*operands("top_k", 0), *operands("top_p", 1.0), *operands("min_p", 0.0))
         return operands("scale", 1.0)[1], *limits
@@ -316,13 +316,13 @@ class TopkCall(Call):
         return probabilities.to(options.dtype or logits.dtype), indices
 
 
-def _rows_for_kernels(rows: Tensor, logits: Tensor) -> Tensor:
-    """In float32 or int32, with leading dimensions that merge."""
+def _rows_for_kernels(rows: Tensor) -> Tensor:
+    """In float32 or int32."""
     if rows.is_floating_point():
-        rows = rows.float()
-    elif rows.dtype != torch.int32:
-        rows = rows.clamp(0, torch.iinfo(torch.int32).max).to(torch.int32)
-    return rows if logits.dim() <= 4 else rows.expand(logits.shape[:-1]).contiguous()
+        return rows.float()
+    if rows.dtype == torch.int32:
+        return rows
+    return rows.clamp(0, torch.iinfo(torch.int32).max).to(torch.int32)
 
 
 @overload
