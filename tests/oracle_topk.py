@@ -34,7 +34,14 @@ def softmax_topk(
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
     renormalize: bool = False,
+    found: Tensor | None = None,
 ) -> Expected:
+    """What a call must return.
+
+    Args:
+        found: probabilities of a call. They tell on which side of a limit an entry is that lies as
+            close to it as rounding.
+    """
     logits, mask, bias = (None if t is None else t.detach().cpu() for t in (logits, mask, bias))
     computed = torch.float64 if logits.dtype == torch.float64 else torch.float32
     factor = of_logits(scale, computed)
@@ -52,7 +59,7 @@ def softmax_topk(
     indices = rank.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     p, noise = (each.gather(-1, indices) for each in (dense.probabilities, dense.noise))
     if any(limit is not None for limit in (top_k, top_p, min_p)):
-        p = limited(p, top_k, top_p, min_p)
+        p = limited(p, top_k, top_p, min_p, found)
         if renormalize:
             p = p / p.sum(-1, keepdim=True).masked_fill(p.sum(-1, keepdim=True) == 0, 1)
             noise = noise.amax(-1, keepdim=True).expand(p.shape) if k else noise
@@ -75,11 +82,11 @@ def of_logits(scale: float | Tensor, computed: torch.dtype) -> Any:
     return torch.tensor(scale, dtype=computed).double()
 
 
-def limited(p: Tensor, top_k: Any, top_p: Any, min_p: Any) -> Tensor:
+def limited(p: Tensor, top_k: Any, top_p: Any, min_p: Any, found: Tensor | None) -> Tensor:
     """The probabilities [..., K] within the limits, 0 beyond them, row by row.
 
     Raises:
-        AssertionError: rounding decides about an entry.
+        AssertionError: rounding decides about an entry, and nothing was found.
     """
 
     def of_rows(limit: Any, none: float) -> list[float]:
@@ -89,7 +96,9 @@ def limited(p: Tensor, top_k: Any, top_p: Any, min_p: Any) -> Tensor:
 
     rows = p.reshape(-1, p.shape[-1]).clone()
     limits = of_rows(top_k, 0), of_rows(top_p, 1.0), of_rows(min_p, 0.0)
-    for row, count, nucleus, part in zip(rows, *limits, strict=True):
+    found = found if found is None else found.detach().cpu().reshape(rows.shape)
+    for number_of_row, (count, nucleus, part) in enumerate(zip(*limits, strict=True)):
+        row = rows[number_of_row]
         numbers = row.tolist()
         if not numbers or numbers[0] != numbers[0] or numbers[0] == 0:
             continue
@@ -99,10 +108,15 @@ def limited(p: Tensor, top_k: Any, top_p: Any, min_p: Any) -> Tensor:
         for i, number in enumerate(numbers):
             is_kept = not has_top_k or i < count
             if i > 0 and is_kept:
-                for at, limit in ((before, nucleus * whole), (number, part * numbers[0])):
-                    if limit not in (0.0, whole) and number > 0:
-                        assert abs(at - limit) > 3e-6 * limit, "rounding decides about an entry"
+                ends = (before, nucleus * whole), (number, part * numbers[0])
                 is_kept = (before < nucleus * whole or nucleus >= 1) and number >= part * numbers[0]
+                is_close = number > 0 and any(
+                    limit not in (0.0, whole) and abs(at - limit) <= 1e-5 * limit
+                    for at, limit in ends
+                )
+                if is_close:
+                    assert found is not None, "rounding decides about an entry"
+                    is_kept = found[number_of_row, i].item() != 0
             if not is_kept:
                 row[i:] = 0.0
                 break
@@ -192,7 +206,7 @@ def compare(
     assert lse.is_contiguous()
     assert not indices.requires_grad
 
-    expected = softmax_topk(logits, k, **arguments)
+    expected = softmax_topk(logits, k, **arguments, found=p)
     assert indices.shape == expected.indices.shape
     if arguments.get("softcap"):
         expected = _in_order_of(indices.cpu(), expected, computed)
