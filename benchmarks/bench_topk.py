@@ -1,9 +1,11 @@
-"""softmax_topk beside its peers, on one GPU; writes results/topk.csv.
+"""softmax_topk and sample beside their peers, on one GPU; writes results/topk.csv.
 
-A case is logits [rows, columns], a k and what they hold. Forward, the fewest bytes are those of one
-read of the logits and one write of probabilities, int64 indices and three statistics per row;
-backward, of one read of the logits and one write of their gradient. The copy, of a tensor of the
-size of the logits, is timed in the same rounds.
+A case is logits [rows, columns], a k and what they hold. Where `data` is one of CALLS_OF, they are
+normal, and the call is another: "limits" has a scale of each row, top_k and top_p, "router" has
+sigmoids and a selection bias, and "sample" draws with top_k and top_p. Forward, the fewest bytes
+are those of one read of the logits and one write of probabilities, int64 indices and three
+statistics per row; backward, of one read of the logits and one write of their gradient. The copy,
+of a tensor of the size of the logits, is timed in the same rounds.
 
 `timing` says how: "call" is a call from Python with the L2 cache flushed before it. Cases below
 32 MiB have a further line, "graph": a CUDA graph of 20 calls, of which each counts for a twentieth.
@@ -12,6 +14,7 @@ What the host needs for a launch is not in it, and the logits may stay in the L2
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import measure
 import peers
@@ -26,6 +29,8 @@ HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SMALL = 32 * 2**20  # bytes of the logits
 CALLS = 20  # in a graph
 STATISTICS = 3 * 4  # bytes of a row
+TOP_P = 0.9
+CALLS_OF = ("limits", "router", "sample")
 VOCABULARIES = range(10_000, 1_000_000)  # columns, for which FlashInfer is made
 
 
@@ -55,7 +60,7 @@ class Case(measure.Case):
     def logits(self) -> Tensor:
         """On the default device."""
         logits = torch.empty(self.rows, self.columns, dtype=self.dtype)
-        if self.data == "normal":
+        if self.data == "normal" or self.data in CALLS_OF:
             return logits.normal_()
         if self.data == "constant":
             return logits.fill_(1)
@@ -90,6 +95,15 @@ CASES = [
     Case(2**20, 64, FLOAT, 6),
     Case(2**20, 8, BFLOAT, 2, compiled=True),
     Case(4096, 64, BFLOAT, 6),
+    Case(64, 128256, BFLOAT, 50),
+    Case(64, 128256, BFLOAT, 50, data="limits"),
+    Case(64, 128256, BFLOAT, 50, data="sample"),
+    Case(1, 151936, BFLOAT, 50, data="sample"),
+    Case(256, 151936, FLOAT, 50, data="sample"),
+    Case(2**20, 256, BFLOAT, 8),
+    Case(2**20, 256, BFLOAT, 8, data="router", backward=True),
+    Case(2**20, 256, FLOAT, 8, data="router"),
+    Case(262144, 64, BFLOAT, 6, data="router"),
     *(
         Case(rows, columns, BFLOAT, k, data)
         for rows, columns, k in [(8192, 50257, 10), (8192, 128256, 64), (64, 128256, 32)]
@@ -98,8 +112,55 @@ CASES = [
 ]
 
 
+def routers_and_samplers(case: Case, logits: Tensor) -> dict[str, measure.Build]:
+    """Those of calls with more options than k."""
+    fused, k, device = logits.is_cuda or None, case.k, logits.device
+    scale = torch.rand(case.rows, device=device) + 0.5
+    bias = torch.rand(case.columns, device=device) / 8
+    seed = torch.tensor([1], device=device)
+
+    def limited() -> Tensor:
+        return megasoftmax.softmax_topk(
+            logits, k, scale=scale, top_k=k, top_p=TOP_P, renormalize=True, fused=fused
+        )[0]
+
+    def routed() -> Tensor:
+        return megasoftmax.softmax_topk(
+            logits, k, score="sigmoid", selection_bias=bias, renormalize=True, fused=fused
+        )[0]
+
+    def drawn() -> Tensor:
+        return megasoftmax.sample(logits, k, top_k=k, top_p=TOP_P, seed=seed, fused=fused)
+
+    def routed_by_torch() -> Tensor:
+        scores = logits.float().sigmoid()
+        chosen = (scores + bias).topk(k, sorted=False).indices
+        weights = scores.gather(-1, chosen)
+        return weights / weights.sum(-1, keepdim=True)
+
+    def way(function: Callable[[], Tensor], passes: tuple[str, ...] = ("forward",)) -> Any:
+        return lambda: measure.Way(function, (logits,), passes=passes)
+
+    if case.data == "limits":
+        return {OURS: way(limited)}
+    if case.data == "router":
+        both = ("forward", "backward")
+        return {OURS: way(routed, both), "sigmoid, topk": way(routed_by_torch, both)}
+    ways = {
+        OURS: way(drawn),
+        "topk, multinomial": way(lambda: peers.sample_torch(logits, k, TOP_P)),
+        "warpers": way(lambda: peers.sample_by_warpers(logits, k, TOP_P)),
+    }
+    if peers.is_there("FlashInfer"):
+        sampler = peers.sample_flashinfer()
+        ways["FlashInfer"] = way(lambda: sampler(logits, k, TOP_P))
+    return ways
+
+
 def implementations(case: Case, logits: Tensor) -> dict[str, measure.Build]:
     """All that are to be timed."""
+    if case.data in CALLS_OF:
+        return routers_and_samplers(case, logits)
 
     def way(function: Callable[..., tuple[Tensor, Tensor]], has_backward: bool) -> measure.Way:
         passes = ("forward", "backward") if has_backward else ("forward",)
@@ -121,7 +182,7 @@ def implementations(case: Case, logits: Tensor) -> dict[str, measure.Build]:
 
 def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     with run.on_device():
-        logits = case.logits().requires_grad_()
+        logits = case.logits().requires_grad_(case.data != "sample")
     graph_calls = CALLS if case.bytes < SMALL else 0
     ways = implementations(case, logits)
     return run.beside_copy(ways, logits, case.fewest, graph_calls=graph_calls)

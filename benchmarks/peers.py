@@ -138,6 +138,33 @@ def flashinfer() -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
     return lambda logits, k: top_k(softmax(logits), k, sorted=False)
 
 
+def sample_torch(logits: Tensor, k: int, top_p: float) -> Tensor:
+    """Top-k, then top-p, then a draw, as generation loops in torch have them."""
+    top, tokens = logits.float().topk(k)
+    p = top.softmax(-1)
+    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)
+    return tokens.gather(-1, torch.multinomial(p, 1))
+
+
+def sample_by_warpers(logits: Tensor, k: int, top_p: float) -> Tensor:
+    """The chain of transformers' generate, whose tensors are as long as the vocabulary."""
+    scores = logits.float()
+    scores = scores.masked_fill(scores < scores.topk(k).values[..., -1:], -torch.inf)
+    ordered, indices = scores.sort(-1)
+    removed = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+    removed[..., -1:] = False
+    scores = scores.masked_fill(removed.scatter(-1, indices, removed), -torch.inf)
+    return torch.multinomial(scores.softmax(-1), 1)
+
+
+def sample_flashinfer() -> Callable[[Tensor, int, float], Tensor]:
+    """FlashInfer's top_k_top_p_sampling_from_logits, of logits in float32 as it takes them."""
+    sampling = importlib.import_module("flashinfer.sampling")
+    return lambda logits, k, top_p: sampling.top_k_top_p_sampling_from_logits(
+        logits.float(), k, top_p
+    )
+
+
 # Attention
 
 

@@ -8,9 +8,12 @@
 
 The routers of Mixtral, Qwen-MoE and their kin take a softmax over all experts in float32, pick the
 K largest and may divide by their sum; that of gpt-oss takes a softmax over the K largest logits.
-Each is one `megasoftmax.softmax_topk`. Logits, scores, experts and gradients are those of the
-model, except where two experts have the same probability: softmax_topk then decides by the logits,
-and between equal logits by the lower index, while torch.topk leaves the choice open. Parameters,
+Those of DeepSeek-V3, GLM-4.5 and their kin take sigmoids, and choose by them and a bias; they stay
+as they are where they limit experts to groups. Each is one `megasoftmax.softmax_topk`. Logits,
+scores, experts and gradients are those of the model, except where two experts have the same
+probability: softmax_topk then decides by the logits, and between equal logits by the lower index,
+while torch.topk leaves the choice open. DeepSeek-V3's kind gives the experts of a token in order.
+Where all its sigmoids are 0 both give scores of 0. Parameters,
 hooks and what records router logits see no difference.
 """
 
@@ -30,15 +33,35 @@ class _Rule(NamedTuple):
     """Whether the scores of a token sum to 1; None: as the router's `norm_topk_prob` says."""
     dtype: torch.dtype | None = None
     """Of the scores; None: that of the logits."""
+    of_deepseek: bool = False
+    """Whether scores are sigmoids, chosen with `e_score_correction_bias`, and then scaled."""
 
 
 _BY_CONFIG = _Rule(renormalize=None)
+_DEEPSEEK = _Rule(renormalize=None, dtype=torch.float32, of_deepseek=True)
 _RULES = {
+    "AXK1TopkRouter": _DEEPSEEK,
+    "BailingHybridTopkRouter": _DEEPSEEK,
+    "DeepseekV32TopkRouter": _DEEPSEEK,
+    "DeepseekV3TopkRouter": _DEEPSEEK,
+    "Dots1TopkRouter": _DEEPSEEK,
+    "Dots3NoteTextTopkRouter": _DEEPSEEK,
+    "ExaoneMoeTopkRouter": _DEEPSEEK,
     "FlexOlmoTopKRouter": _BY_CONFIG,
+    "Glm4MoeLiteTopkRouter": _DEEPSEEK,
+    "Glm4MoeTopkRouter": _DEEPSEEK,
+    "Glm4vMoeTextTopkRouter": _DEEPSEEK,
+    "Glm5NextTextTopkRouter": _DEEPSEEK,
+    "GlmMoeDsaTopkRouter": _DEEPSEEK,
     "GptOssTopKRouter": _Rule(),
+    "HYV4TopkRouter": _DEEPSEEK,
+    "HYV4VLTopkRouter": _DEEPSEEK,
+    "KimiLinearTopkRouter": _DEEPSEEK,
     "MellumTopKRouter": _BY_CONFIG,
+    "MiMoV2FlashTopkRouter": _DEEPSEEK,
     "MiniMaxTopKRouter": _Rule(dtype=torch.float32),
     "MixtralTopKRouter": _Rule(dtype=torch.float32),
+    "NemotronHTopkRouter": _DEEPSEEK,
     "OlmoeTopKRouter": _BY_CONFIG,
     "Qwen2MoeTopKRouter": _BY_CONFIG,
     "Qwen3MoeTopKRouter": _BY_CONFIG,
@@ -48,6 +71,7 @@ _RULES = {
     "Qwen3OmniMoeThinkerTextTopKRouter": _BY_CONFIG,
     "Qwen3VLMoeTextTopKRouter": _Rule(),
     "Qwen3_5MoeTopKRouter": _Rule(),
+    "SolarOpenTopkRouter": _DEEPSEEK,
 }
 
 
@@ -116,7 +140,10 @@ def routers_left(model: torch.nn.Module) -> dict[str, str]:
         kind = type(module).__name__
         if not kind.endswith("Router") or _rule_of(module) or not _is_of_transformers(module):
             continue
-        if hasattr(module, "e_score_correction_bias"):
+        if _has_groups(module):
+            groups = f"{module.topk_group} of {module.num_group} groups"
+            left[name] = f"{kind} chooses among the experts of {groups}"
+        elif hasattr(module, "e_score_correction_bias"):
             left[name] = f"{kind} chooses experts with a bias that their scores do not have"
         else:
             left[name] = f"{kind} has another rule than softmax_topk, or one that is not known"
@@ -133,7 +160,13 @@ def _rule_of(module: torch.nn.Module) -> _Rule | None:
     if not _is_of_transformers(module):
         return None
     forward: Any = type(module).forward
-    return _RULES.get(forward.__qualname__.removesuffix(".forward"))
+    rule = _RULES.get(forward.__qualname__.removesuffix(".forward"))
+    return None if rule is not None and rule.of_deepseek and _has_groups(module) else rule
+
+
+def _has_groups(router: Any) -> bool:
+    """Whether a router of DeepSeek-V3's kind takes experts of some groups alone."""
+    return getattr(router, "topk_group", 1) != getattr(router, "num_group", 1)
 
 
 def _is_of_transformers(module: torch.nn.Module) -> bool:
@@ -148,6 +181,17 @@ def _forward(
     """Logits [tokens, experts], scores and experts [tokens, K], of hidden states [..., width]."""
     rule: _Rule = self.megasoftmax_rule
     hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+    if rule.of_deepseek:
+        logits = torch.nn.functional.linear(hidden_states.float(), self.weight.float())
+        scores, experts = megasoftmax.softmax_topk(
+            logits,
+            self.top_k,
+            score="sigmoid",
+            selection_bias=self.e_score_correction_bias,
+            renormalize=self.norm_topk_prob,
+            dtype=rule.dtype,
+        )
+        return logits, scores * self.routed_scaling_factor, experts
     bias = getattr(self, "bias", None)
     logits = torch.nn.functional.linear(hidden_states, self.weight, bias)
     scores, experts = megasoftmax.softmax_topk(

@@ -24,7 +24,7 @@ from megasoftmax.functions.attention import attention, attention_varlen
 from megasoftmax.functions.ring import merge_attention, ring_attention
 from megasoftmax.functions.sdpa import scaled_dot_product_attention
 from megasoftmax.functions.softmax import softmax
-from megasoftmax.functions.topk import softmax_topk
+from megasoftmax.functions.topk import sample, softmax_topk
 from megasoftmax.functions.why_not_fused import why_not_fused
 from megasoftmax.masks import TileMask
 from megasoftmax.modules import (
@@ -62,6 +62,7 @@ __all__ = [
     "merge_attention",
     "ranges",
     "ring_attention",
+    "sample",
     "scaled_dot_product_attention",
     "softmax",
     "softmax_topk",

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,13 +14,11 @@ from megasoftmax.build.extension import MIN_CAPABILITY
 from megasoftmax.limits import kernel_limits
 from megasoftmax.options import AttentionOptions, Ranges, SoftmaxOptions, TopkOptions
 from megasoftmax.reference.dropout import STEPS
+from megasoftmax.reference.topk import SCALES as SCALES
 from megasoftmax.tracing import PLAIN, is_traced
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOATING = (*DTYPES, torch.float64)
-
-# Kernels multiply it by log2(e).
-SCALES = torch.finfo(torch.float32).tiny, 0.69 * torch.finfo(torch.float32).max
 
 MAX_ADDED = 2**26  # entries of a float mask that SDPA is given; the reference makes it in blocks
 MAX_HEADS = 2**31 - 1  # of all batches: kernels of attention count in 31 bits
@@ -147,8 +145,10 @@ def reasons_against_fused_columns(scores: Tensor, options: SoftmaxOptions) -> tu
 def reasons_against_fused_topk(logits: Tensor, k: int, options: TopkOptions) -> tuple[Reason, ...]:
     """The same for the K largest probabilities of each row."""
     found = (
-        *_of_any_call(logits, options, "logits"),
+        *_of_any_call(logits, options.with_one_scale(), "logits"),
         _count("k", k, kernel_limits().topk["kMaxK"]),
+        _row_scale(options),
+        *_choice(logits, k, options),
         *(
             _leading_dimensions(logits, options.mask, options.bias, "logits")
             if logits.dim() > 4 and logits.numel()
@@ -288,13 +288,13 @@ def _of_any_tensor(
 def _of_any_call(
     scores: Tensor, options: SoftmaxOptions | TopkOptions, name: str = "scores"
 ) -> tuple[Reason | None, ...]:
-    dtype = options.dtype
+    dtype, scale = options.dtype, cast(float, options.scale)
     return (
         *_of_any_tensor(scores),
         _dtype(f"dtype of {name}", scores.dtype),
         None if dtype is None else _result_dtype(dtype, scores.dtype),
-        _scale(options.scale),
-        _softcap(options.softcap, options.scale, SCALES[1]),
+        _scale(scale),
+        _softcap(options.softcap, scale, SCALES[1]),
     )
 
 
@@ -513,6 +513,44 @@ def _sdpa_added(
         Reason("batches of bias", str(shared[0]), f"1, or {whole}") if shared else None,
         _count("entries that join the scores", entries, MAX_ADDED),
     )
+
+
+def _row_scale(options: TopkOptions) -> Reason | None:
+    """Kernels fold the scale of a row into its exponentials alone."""
+    if not isinstance(options.scale, Tensor) or (options.bias is None and not options.softcap):
+        return None
+    return Reason("scale with a bias or a softcap", "a tensor", "a number")
+
+
+def _choice(logits: Tensor, k: int, options: TopkOptions) -> tuple[Reason | None, ...]:
+    """Kernels of routers take rows of all experts in shared memory, and no option beside."""
+    bias = options.selection_bias
+    if options.score == "softmax" and bias is None:
+        return ()
+    name = "score 'sigmoid'" if bias is None else "selection_bias"
+    limits, columns = kernel_limits().topk, logits.shape[-1]
+    beside = [each for each in ("mask", "bias") if getattr(options, each) is not None]
+    if options.softcap:
+        beside.append("softcap")
+    if isinstance(options.scale, Tensor):
+        beside.append("a scale of each row")
+    row_bytes = columns * logits.dtype.itemsize
+    return (
+        _count(f"k with {name}", k, limits["kTileMaxK"]),
+        _count(f"columns with {name}", columns, limits["kRouterMaxColumns"]),
+        Reason(f"bytes of a row with {name}", str(row_bytes), "a multiple of 16")
+        if row_bytes % 16
+        else None,
+        Reason(f"options beside {name}", ", ".join(beside), "none") if beside else None,
+        None if bias is None else _one_for_all_rows(bias, columns),
+    )
+
+
+def _one_for_all_rows(selection_bias: Tensor, columns: int) -> Reason | None:
+    shape = tuple(selection_bias.shape)
+    if shape and selection_bias.numel() == shape[-1] == columns:
+        return None
+    return Reason("selection_bias", f"shape {shape}", f"[{columns}]")
 
 
 def _leading_dimensions(

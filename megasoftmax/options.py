@@ -7,7 +7,7 @@ what came.
 """
 
 import numbers
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -103,10 +103,15 @@ class SoftmaxOptions(NamedTuple):
 class TopkOptions(NamedTuple):
     """What `megasoftmax.softmax_topk` takes beside logits and k."""
 
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
     softcap: float | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: Tensor | None = None
+    top_k: int | Tensor | None = None
+    top_p: float | Tensor | None = None
+    min_p: float | Tensor | None = None
     renormalize: bool = False
     dtype: torch.dtype | None = None
     return_lse: bool = False
@@ -114,7 +119,9 @@ class TopkOptions(NamedTuple):
     fused: bool | None = None
 
     def check(self, logits: Tensor, k: int) -> None:
-        _check_scores("logits", logits, self)
+        _check_scores("logits", logits, self.with_one_scale())
+        if isinstance(self.scale, Tensor):
+            _check_of_rows("scale", self.scale, logits)
         columns, group = logits.shape[-1], self.group
         if not is_integer(k):
             raise TypeError(f"k: expected an integer from 0 to {columns}, got {kind(k)}")
@@ -124,8 +131,63 @@ class TopkOptions(NamedTuple):
             check_group(group)
             if hasattr(logits, "device_mesh"):
                 raise ValueError("group: expected None for a DTensor, got a group")
+        self._check_limits(logits)
+        if self.score != "softmax" or self.selection_bias is not None:
+            self._check_choice(logits)
         check_flag("renormalize", self.renormalize)
         _check_choices(self.dtype, self.return_lse, self.fused)
+
+    def with_one_scale(self) -> "TopkOptions":
+        """Themselves, with 1 in place of a scale for each row."""
+        return self._replace(scale=1.0) if isinstance(self.scale, Tensor) else self
+
+    def of_rows(self) -> dict[str, Tensor]:
+        """Tensors with an entry for each row, by their names."""
+        given = {name: getattr(self, name) for name in ("scale", *_LIMITS)}
+        return {name: each for name, each in given.items() if isinstance(each, Tensor)}
+
+    def has_limits(self) -> bool:
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
+    def _check_limits(self, logits: Tensor) -> None:
+        if isinstance(self.top_k, Tensor):
+            _check_of_rows("top_k", self.top_k, logits, is_integer=True)
+        elif self.top_k is not None:
+            if not is_integer(self.top_k):
+                raise TypeError(f"top_k: expected None or an integer, got {kind(self.top_k)}")
+            if self.top_k < 1:
+                raise ValueError(f"top_k: expected an integer from 1 on, got {self.top_k}")
+        for name in ("top_p", "min_p"):
+            limit = getattr(self, name)
+            if isinstance(limit, Tensor):
+                _check_of_rows(name, limit, logits)
+            elif limit is not None:
+                if isinstance(limit, bool) or not isinstance(limit, (float, int)):
+                    raise TypeError(f"{name}: expected a number from 0 to 1, got {kind(limit)}")
+                if not 0 <= limit <= 1:
+                    raise ValueError(f"{name}: expected a number from 0 to 1, got {limit}")
+
+    def _check_choice(self, logits: Tensor) -> None:
+        """Of scores that are not probabilities, or do not choose the entries alone."""
+        if self.score not in ("softmax", "sigmoid"):
+            found = repr(self.score) if isinstance(self.score, str) else kind(self.score)
+            raise ValueError(f"score: expected 'softmax' or 'sigmoid', got {found}")
+        bias = self.selection_bias
+        if bias is not None:
+            check_floating("selection_bias", bias)
+            check_companion("selection_bias", bias, "logits", logits, logits.shape)
+            _check_no_gradient("selection_bias", bias)
+        with_what = "score 'sigmoid'" if bias is None else "a selection_bias"
+        for name in _LIMITS:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: expected None with {with_what}, got a limit")
+        if self.group is not None:
+            raise ValueError(f"group: expected None with {with_what}, got a group")
+        if self.return_lse and self.score == "sigmoid":
+            raise ValueError("return_lse: expected False with score 'sigmoid', got True")
+
+
+_LIMITS = ("top_k", "top_p", "min_p")
 
 
 class AttentionOptions(NamedTuple):
@@ -223,7 +285,9 @@ def read_options(
     for name in given:
         if name not in record._fields:
             raise misnamed(function, tensors, (), {name: given[name]})
-        if name in _READ:
+        if record is TopkOptions and name in ("scale", *_LIMITS):
+            given[name] = as_rows(name, given[name])
+        elif name in _READ:
             given[name] = _READ[name](name, given[name])
     return record(**given)
 
@@ -288,6 +352,15 @@ def as_number(name: str, value: Any) -> Any:
             f"pass {name}.item() from outside"
         )
     return value.item()
+
+
+def as_rows(name: str, value: Any) -> Any:
+    """A tensor with an entry for each row, or what `as_number` makes of a number.
+
+    A tensor without dimensions on a GPU, which nobody waits for, is one for all rows.
+    """
+    is_number = not isinstance(value, Tensor) or (value.dim() == 0 and value.is_cpu)
+    return as_number(name, value) if is_number else value
 
 
 def checked_window(name: str, window: Window | None) -> Window | None:
@@ -428,6 +501,25 @@ def check_mask(mask: Any, name_of_scores: str, scores: Tensor, target: tuple[int
     check_companion("mask", mask, name_of_scores, scores, target)
 
 
+def _check_of_rows(name: str, rows: Tensor, logits: Tensor, is_integer: bool = False) -> None:
+    """A tensor that broadcasts to the rows of logits, without a gradient."""
+    if is_integer and rows.dtype not in _INTEGERS:
+        raise TypeError(
+            f"{name}: expected a number or a tensor of int32 or int64, got {kind(rows)}"
+        )
+    if is_integer:
+        check_layout(name, rows)
+    else:
+        check_floating(name, rows)
+    check_companion(name, rows, "logits", logits, logits.shape[:-1])
+    _check_no_gradient(name, rows)
+
+
+def _check_no_gradient(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise TypeError(f"{name}: expected a tensor without a gradient, got one that requires it")
+
+
 def _check_tile_mask(mask: TileMask, query: Tensor, shape: tuple[int, ...]) -> None:
     if mask.block == 1:
         check_companion("mask", mask.tensor, "query", query, shape)
@@ -528,8 +620,9 @@ def _check_scores(name: str, scores: Tensor, options: SoftmaxOptions | TopkOptio
     check_floating(name, scores)
     if scores.dim() == 0:
         raise ValueError(f"{name}: expected at least 1 dimension, got a tensor without dimensions")
-    check_scale("scale", options.scale, scores.dtype)
-    check_softcap("softcap", options.softcap, scores.dtype, options.scale)
+    scale = cast(float, options.scale)
+    check_scale("scale", scale, scores.dtype)
+    check_softcap("softcap", options.softcap, scores.dtype, scale)
     if mask is not None:
         check_mask(mask, name, scores, scores.shape)
     if bias is not None:

@@ -17,6 +17,8 @@ from megasoftmax.limits import kernel_limits
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [*HALVES, torch.float32]
+# The last arguments of softmax_topk_forward: no scale of rows, no limits, a softmax that chooses.
+PLAIN_TOPK = (None, 0, None, 1.0, None, 0.0, None, False, None)
 # Of scores and of the probabilities that kernels make of them.
 DTYPES_OF_KERNELS = [
     (dtype, out)

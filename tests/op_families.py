@@ -32,6 +32,14 @@ class Draw(NamedTuple):
             return None
         return torch.randn(shape, device=self.device, dtype=self.dtype, requires_grad=True)
 
+    def parts(self, shape: Sequence[int] | None) -> Tensor | None:
+        """Float32 from 0.2 to 1, without a gradient."""
+        return None if shape is None else 0.2 + 0.8 * torch.rand(shape, device=self.device)
+
+    def counts(self, shape: Sequence[int] | None) -> Tensor | None:
+        """Int32 from 0 to 4."""
+        return None if shape is None else torch.randint(5, shape, device=self.device).int()
+
     def mask(self, shape: Sequence[int] | None) -> Tensor | None:
         return None if shape is None else torch.rand(shape, device=self.device) < 0.4
 
@@ -183,14 +191,23 @@ def topk_arguments(draw: Draw, shape: tuple[int, ...] = (2, 3, 7), **case: Any) 
         case.get("renormalize", False),
         case.get("out", draw.dtype),
         case.get("candidates", False),
+        draw.parts(case.get("row_scale")),
+        case.get("top_k", 0),
+        draw.counts(case.get("row_top_k")),
+        case.get("top_p", 1.0),
+        draw.parts(case.get("row_top_p")),
+        case.get("min_p", 0.0),
+        draw.parts(case.get("row_min_p")),
+        case.get("sigmoid", False),
+        draw.parts(case.get("selection_bias")),
     )
 
 
 def topk_backward_arguments(draw: Draw, lse: bool = True, **case: Any) -> tuple[Any, ...]:
-    logits, k, scale, softcap, mask, bias, renormalize, out, _ = topk_arguments(draw, **case)
+    logits, *others = topk_arguments(draw, **case)
+    k, scale, softcap, mask, bias, renormalize, _, _, row_scale, *_, sigmoid, _ = others
     rows = logits.shape[:-1]
-    of_forward = (logits.detach(), k, scale, softcap, mask, bias, renormalize, out, False)
-    p, indices, statistics = ops.softmax_topk_forward.default(*of_forward)
+    p, indices, statistics = ops.softmax_topk_forward.default(logits.detach(), *others)
     return (
         draw.floats((*rows, k)),
         p.detach().requires_grad_(),
@@ -199,6 +216,7 @@ def topk_backward_arguments(draw: Draw, lse: bool = True, **case: Any) -> tuple[
         logits,
         statistics.detach().requires_grad_(),
         *(scale, softcap, mask, bias, renormalize, case.get("of_bias", False), draw.dtype),
+        *(row_scale, sigmoid),
     )
 
 
@@ -339,6 +357,25 @@ TOPK_CASES = {
     "softcap and bias": {"softcap": 0.5, "bias": (2, 3, 7), "mask": (7,), "of_bias": True},
     "renormalised": {"renormalize": True, "mask": (7,)},
     "renormalised, bias": {"renormalize": True, "bias": (2, 1, 1)},
+    "scale of rows": {"row_scale": (3,), "mask": (2, 3, 7)},
+    "limits": {"top_k": 3, "top_p": 0.8, "min_p": 0.1, "k": 5},
+    "limits of rows": {
+        "row_top_k": (2, 1),
+        "row_top_p": (3,),
+        "row_min_p": (2, 3),
+        "row_scale": (2, 3),
+        "k": 6,
+        "renormalize": True,
+        "mask": (7,),
+    },
+    "sigmoid": {"sigmoid": True, "shape": (2, 3, 8), "scale": -0.7},
+    "sigmoid, selection bias": {
+        "sigmoid": True,
+        "shape": (2, 3, 8),
+        "selection_bias": (8,),
+        "renormalize": True,
+    },
+    "selection bias": {"shape": (2, 3, 8), "selection_bias": (8,)},
     "k 0": {"k": 0, "bias": ()},
     "k 1": {"k": 1},
     "all": {"k": 7},
@@ -351,7 +388,15 @@ TOPK = Family(
     arguments=topk_arguments,
     backward_cases=TOPK_CASES | {"no lse": {"lse": False}},
     backward_arguments=topk_backward_arguments,
-    traced=("plain", "broadcast bias", "renormalised, bias", "k 0", "softcap"),
+    traced=(
+        "plain",
+        "broadcast bias",
+        "renormalised, bias",
+        "k 0",
+        "softcap",
+        "limits of rows",
+        "selection bias",
+    ),
     is_smooth=True,
     names=("logits", "bias", "mask"),
     draw=draw_topk,

@@ -26,29 +26,44 @@ def softmax_topk(
     logits: Tensor,
     k: int,
     *,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     softcap: float | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
     renormalize: bool = False,
+    found: Tensor | None = None,
 ) -> Expected:
+    """What a call must return.
+
+    Args:
+        found: probabilities of a call. They tell on which side of a limit an entry is that lies as
+            close to it as rounding.
+    """
     logits, mask, bias = (None if t is None else t.detach().cpu() for t in (logits, mask, bias))
     computed = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    dense = oracle.softmax(logits, scale=scale, softcap=softcap, mask=mask, bias=bias)
-    factor = torch.tensor(scale, dtype=computed).double()
+    factor = of_logits(scale, computed)
+    dense = oracle.softmax(logits, scale=factor, softcap=softcap, mask=mask, bias=bias)
     z = logits.double() * factor
-    rank = logits.double() * (-1 if scale < 0 else 1)
+    rank = logits.double() * (-1 if not isinstance(scale, Tensor) and scale < 0 else 1)
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     if bias is not None or softcap:
         z = z if bias is None else z + bias.double()
         rank = z.to(computed).double()
-    elif scale == 0:
+    elif not isinstance(scale, Tensor) and scale == 0:
         rank = z
     rank = rank.masked_fill(dense.excluded, -torch.inf)
     indices = rank.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     p, noise = (each.gather(-1, indices) for each in (dense.probabilities, dense.noise))
-    if renormalize:
+    if any(limit is not None for limit in (top_k, top_p, min_p)):
+        p = limited(p, top_k, top_p, min_p, found)
+        if renormalize:
+            p = p / p.sum(-1, keepdim=True).masked_fill(p.sum(-1, keepdim=True) == 0, 1)
+            noise = noise.amax(-1, keepdim=True).expand(p.shape) if k else noise
+    elif renormalize:
         selected = z.gather(-1, indices)
         p = oracle.softmax(
             selected,
@@ -58,6 +73,55 @@ def softmax_topk(
         # Of the whole row, where a weighted sum of errors may be smaller: here its largest.
         noise = noise.amax(-1, keepdim=True).expand(p.shape) if k else noise
     return Expected(dense, z, indices, p, noise)
+
+
+def of_logits(scale: float | Tensor, computed: torch.dtype) -> Any:
+    """As float64, of each row [..., 1] or of all; rounded to the type in which z is computed."""
+    if isinstance(scale, Tensor):
+        return scale.detach().cpu().to(computed).double().unsqueeze(-1)
+    return torch.tensor(scale, dtype=computed).double()
+
+
+def limited(p: Tensor, top_k: Any, top_p: Any, min_p: Any, found: Tensor | None) -> Tensor:
+    """The probabilities [..., K] within the limits, 0 beyond them, row by row.
+
+    Raises:
+        AssertionError: rounding decides about an entry, and nothing was found.
+    """
+
+    def of_rows(limit: Any, none: float) -> list[float]:
+        limit = none if limit is None else limit
+        limit = limit.detach().cpu() if isinstance(limit, Tensor) else torch.tensor(limit)
+        return limit.expand(p.shape[:-1]).reshape(-1).tolist()
+
+    rows = p.reshape(-1, p.shape[-1]).clone()
+    limits = of_rows(top_k, 0), of_rows(top_p, 1.0), of_rows(min_p, 0.0)
+    found = found if found is None else found.detach().cpu().reshape(rows.shape)
+    for number_of_row, (count, nucleus, part) in enumerate(zip(*limits, strict=True)):
+        row = rows[number_of_row]
+        numbers = row.tolist()
+        if not numbers or numbers[0] != numbers[0] or numbers[0] == 0:
+            continue
+        has_top_k = 1 <= count <= len(numbers)
+        whole = sum(numbers[: int(count)]) if has_top_k else 1.0
+        before = 0.0
+        for i, number in enumerate(numbers):
+            is_kept = not has_top_k or i < count
+            if i > 0 and is_kept:
+                ends = (before, nucleus * whole), (number, part * numbers[0])
+                is_kept = (before < nucleus * whole or nucleus >= 1) and number >= part * numbers[0]
+                is_close = number > 0 and any(
+                    limit not in (0.0, whole) and abs(at - limit) <= 1e-5 * limit
+                    for at, limit in ends
+                )
+                if is_close:
+                    assert found is not None, "rounding decides about an entry"
+                    is_kept = found[number_of_row, i].item() != 0
+            if not is_kept:
+                row[i:] = 0.0
+                break
+            before += number
+    return rows.view(p.shape)
 
 
 def gradient_of_z(
@@ -128,6 +192,7 @@ def compare(
     out = dtype or logits.dtype
     computed = torch.float64 if logits.dtype == torch.float64 else torch.float32
     renormalize, scale = arguments.get("renormalize", False), arguments.get("scale", 1.0)
+    scale = of_logits(scale, computed) if isinstance(scale, Tensor) else scale
     inputs = {"logits": logits.detach().requires_grad_()}
     bias = arguments.get("bias")
     if bias is not None and bias.requires_grad:
@@ -141,7 +206,7 @@ def compare(
     assert lse.is_contiguous()
     assert not indices.requires_grad
 
-    expected = softmax_topk(logits, k, **arguments)
+    expected = softmax_topk(logits, k, **arguments, found=p)
     assert indices.shape == expected.indices.shape
     if arguments.get("softcap"):
         expected = _in_order_of(indices.cpu(), expected, computed)

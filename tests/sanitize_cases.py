@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from inputs import KERNELS, attention_kernels, gpu_like
+from inputs import KERNELS, PLAIN_TOPK, attention_kernels, gpu_like
 
 from megasoftmax.build import extension, library
 from megasoftmax.explain import PACK_BYTES, explain
@@ -85,6 +85,7 @@ def cases():
         ),
         *product("columns", direction=DIRECTIONS, dtype=DTYPES, inner=(16, 6, 3)),
         *product("topk tile", is_topk_tile, dtype=DTYPES, k=TILE_KS, vectors=TILE_VECTORS),
+        *product("topk router", dtype=DTYPES, k=(1, 8, 16), columns=(16, 40, 256, 1024)),
         *product("topk forward", has_kernels, **topk, regime=range(len(TOPK_REGIMES))),
         *product("topk backward", has_kernels, **topk, vectors=TOPK_BACKWARD_VECTORS),
         *product(
@@ -537,6 +538,19 @@ def topk_tile(given, dtype, k, vectors):
         call_topk(given, dtype, (1, rows, columns), k, layout="exact")
 
 
+def topk_router(given, dtype, k, columns):
+    element = DTYPES[dtype]
+    for rows in given.sizes((1, 257, 7)):
+        for sigmoid, has_bias in ((True, True), (True, False), (False, True)):
+            logits = given.floats(rows, columns, dtype=element, layout="exact")
+            bias = given.floats(columns, dtype=torch.float32, layout="exact") if has_bias else None
+            flags = (next(given.flags), element, False)
+            OPS.softmax_topk_forward(
+                *(logits, k, next(given.scales), 0.0, None, None, *flags),
+                *(*PLAIN_TOPK[:-2], sigmoid, bias),
+            )
+
+
 def topk_forward(given, dtype, mask, bias, regime):
     _, threads, _, vectors, blocks, *_ = TOPK_REGIMES[regime]
     pack = PACK_BYTES // DTYPES[dtype].itemsize
@@ -569,15 +583,23 @@ def call_topk(given, dtype, shape, k, mask=False, bias=None, layout=None, backwa
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
     options = (scale, next(given.softcaps), excluded, bias_tensor, renormalize)
     probabilities, indices, statistics = OPS.softmax_topk_forward(
-        logits, k, *options, element if next(given.flags) else torch.float32, False
+        *(logits, k, *options, element if next(given.flags) else torch.float32, False),
+        *PLAIN_TOPK,
     )
     if not backward:
+        if bias is None and k > 0 and not given.is_brief:
+            of_rows = given.floats(*shape[:-1], dtype=torch.float32).abs()
+            top_k = torch.full(shape[-2:-1], k, dtype=torch.int32, device=given.device)
+            seed = torch.tensor([3], device=given.device)
+            OPS.softmax_topk_sample(
+                *(logits, k, 1.0, of_rows, excluded, 0, top_k, 0.9, of_rows, 0.0, None, seed)
+            )
         return
     gradient = given.floats(*probabilities.shape, dtype=probabilities.dtype)
     lse_gradient = given.floats(*shape[:-1], dtype=torch.float32) if next(given.flags) else None
     OPS.softmax_topk_backward(
         *(gradient, probabilities, indices, lse_gradient, logits, statistics),
-        *(*options, False, element),
+        *(*options, False, element, None, False),
     )
 
 
@@ -864,6 +886,7 @@ RUN = {
     "softmax dropout bias gradient": softmax_dropout_bias_gradient,
     "columns": softmax_columns,
     "topk tile": topk_tile,
+    "topk router": topk_router,
     "topk forward": topk_forward,
     "topk backward": topk_backward,
     "attention": attention,

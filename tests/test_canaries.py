@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from inputs import DTYPES, coin, normal
+from inputs import DTYPES, PLAIN_TOPK, coin, normal
 from torch import Tensor
 
 OPS = torch.ops.megasoftmax
@@ -183,14 +183,14 @@ def test_topk(beside, dtype, k, device):
         logits = normal(*shape, device=device, dtype=dtype)
         mask, bias = mask_and_bias(beside, shape, dtype, device)
         options = (0.7, 2.0 if length % 3 == 0 else 0.0, mask, bias, True)
-        arguments = (logits, min(k, length), *options, dtype, False)
+        arguments = (logits, min(k, length), *options, dtype, False, *PLAIN_TOPK)
         check((OPS.softmax_topk_forward, arguments), what=f"forward of {length} logits")
 
         probabilities, indices, statistics = OPS.softmax_topk_forward(*arguments)
         gradient = normal(*probabilities.shape, device=device, dtype=dtype, seed=1)
         of_lse = normal(*shape[:-1], device=device, seed=2)
         selected = (gradient, probabilities, indices, of_lse, logits, statistics)
-        backward = (OPS.softmax_topk_backward, (*selected, *options, False, dtype))
+        backward = (OPS.softmax_topk_backward, (*selected, *options, False, dtype, None, False))
         check(backward, what=f"backward of {length} logits")
 
 

@@ -100,7 +100,7 @@ def capabilities(monkeypatch):
     def pretend(of_gpu, of_kernels=None):
         monkeypatch.setattr(dispatch, "_capabilities", {})
         monkeypatch.setattr(
-            torch.cuda, "get_device_capability", lambda index: asked.append(index) or of_gpu
+            torch.cuda, "get_device_capability", lambda index=0: asked.append(index) or of_gpu
         )
         monkeypatch.setattr(library, "capability", lambda index: of_kernels)
         return asked

@@ -40,7 +40,6 @@ VALID = {
 
 # (arguments, of which the last one is named, exception, expected, actual)
 SHARED_CASES = [
-    ({"scale": torch.tensor([0.5])}, TypeError, "a number", "torch.float32"),
     ({"scale": math.nan}, ValueError, "a finite number", "nan"),
     (
         {"mask": floats(5)},
@@ -52,6 +51,7 @@ SHARED_CASES = [
     ({"fused": "yes"}, TypeError, "None or a bool", "str"),
 ]
 SOFTMAX_CASES = [
+    ({"scale": torch.tensor([0.5])}, TypeError, "a number", "torch.float32"),
     ({"scores": [[0.0]]}, TypeError, "a tensor", "list"),
     ({"scores": integers(*SHAPE)}, TypeError, FLOATS, "torch.int64"),
     ({"scores": torch.zeros(SHAPE, dtype=torch.complex64)}, TypeError, FLOATS, "torch.complex64"),
@@ -117,11 +117,30 @@ TOPK_CASES = [
     ({"mask": bools(*SHAPE).to("meta")}, ValueError, "device cpu, as logits", "meta"),
     ({"bias": floats(3, 5, 5)}, ValueError, str(SHAPE), "(3, 5, 5)"),
     ({"renormalize": 1}, TypeError, "a bool", "int"),
+    ({"scale": integers(4)}, TypeError, FLOATS, "torch.int64"),
+    ({"scale": floats(3, 5)}, ValueError, "(2, 3, 4)", "(3, 5)"),
+    ({"scale": floats(4).to("meta")}, ValueError, "device cpu, as logits", "meta"),
+    ({"scale": floats(4).requires_grad_()}, TypeError, "without a gradient", "that requires it"),
+    ({"top_k": 2.0}, TypeError, "None or an integer", "float"),
+    ({"top_k": 0}, ValueError, "an integer from 1 on", "0"),
+    ({"top_k": floats(4)}, TypeError, "int32 or int64", "torch.float32"),
+    ({"top_k": integers(5)}, ValueError, "(2, 3, 4)", "(5,)"),
+    ({"top_p": "0.9"}, TypeError, "a number from 0 to 1", "str"),
+    ({"top_p": 1.5}, ValueError, "a number from 0 to 1", "1.5"),
+    ({"min_p": True}, TypeError, "a number from 0 to 1", "bool"),
+    ({"min_p": floats(4, 1, 1)}, ValueError, "(2, 3, 4)", "(4, 1, 1)"),
+    ({"score": "tanh"}, ValueError, "'softmax' or 'sigmoid'", "'tanh'"),
+    ({"selection_bias": integers(5)}, TypeError, FLOATS, "torch.int64"),
+    ({"selection_bias": floats(6)}, ValueError, str(SHAPE), "(6,)"),
+    ({"score": "sigmoid", "top_p": 0.9}, ValueError, "None with score 'sigmoid'", "a limit"),
+    ({"selection_bias": floats(5), "top_k": 2}, ValueError, "None with a selection_bias", "limit"),
+    ({"score": "sigmoid", "return_lse": True}, ValueError, "False with score 'sigmoid'", "True"),
     ({"dtype": torch.int8}, TypeError, FLOATS, "torch.int8"),
 ]
 
 
 ATTENTION_CASES = [
+    ({"scale": torch.tensor([0.5])}, TypeError, "a number", "torch.float32"),
     ({"query": [[0.0]]}, TypeError, "a tensor", "list"),
     ({"query": integers(2, 4, 3, 8)}, TypeError, FLOATS, "torch.int64"),
     ({"query": floats(3, 8)}, ValueError, "[..., heads, queries, head_dim]", "(3, 8)"),

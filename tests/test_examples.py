@@ -151,7 +151,7 @@ def test_generate_compares(device, run):
     assert code == 0, output
     assert output.count("│ class ") == 2
     assert "the samples are equal" in output
-    assert "softmax_topk runs its" in output
+    assert "sample runs its" in output
     assert ("reference path" in output) == (device == "cpu")
     first, last = re.search(r"megasoftmax: loss (\S+) to (\S+),", output).groups()
     assert 5 < float(first) < 6
@@ -213,7 +213,7 @@ def test_fault_is_noticed(example, run, plant, monkeypatch):
     elif example == "train_packed.py":
         plant(lambda mask, options: (mask._replace(visible=None), options))
     elif example == "generate.py":
-        without("softmax_topk", scale=1.0)
+        without("sample", scale=1.0)
     elif example == "train_router.py":
         without("softmax_topk", renormalize=False)
     elif example == "triangle_attention.py":

@@ -559,6 +559,23 @@ def test_regime_of_topk_backward(vectors: int) -> None:
     assert found.blocks == -(-100000 // int(row[2])) * found.blocks_per_row
 
 
+def test_limits_and_routers_of_topk() -> None:
+    assert explain_topk(4096, 256, 8, HALF).regime == "tile"
+    assert explain_topk(4096, 256, 8, HALF, limits=True).regime == "block_32"
+    found = explain_topk(4096, 256, 8, HALF, router=True)
+    assert found.regime == "router"
+    assert "chosen by other numbers" in found.why
+    assert (found.threads, found.rows_per_block, found.blocks) == (128, 32, 128)
+    for columns, k, options in (
+        (256, 17, {}),
+        (1032, 8, {}),
+        (9, 8, {}),
+        (256, 8, {"limits": True}),
+    ):
+        with pytest.raises(ValueError, match=r"^router: the kernels take k up to 16 of 1024"):
+            explain_topk(4096, columns, k, HALF, router=True, **options)
+
+
 def test_bytes_of_topk() -> None:
     found = explain_topk(100, 1000, 10, HALF)
     assert (found.bytes_read, found.bytes_written) == (200000, 100 * (10 * (2 + 8) + 12))

@@ -120,6 +120,15 @@ def of_topk():
         "all": {"k": 5, "return_lse": True, "scale": 0.5, "dtype": torch.float16},
         "mask and bias": {"k": 2, "mask": bools(4, 5), "bias": normal(5, grad=False)},
         "renormalized": {"k": 2, "renormalize": True},
+        "limits": {"k": 4, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "renormalize": True},
+        "of rows": {
+            "k": 4,
+            "scale": torch.rand(3, 4) + 0.5,
+            "top_k": ints(2, 1, 4),
+            "top_p": torch.rand(4),
+            "min_p": torch.rand(3, 1),
+            "mask": bools(5),
+        },
     }
 
 
@@ -454,7 +463,15 @@ OPTIONS = {
         "dtype": st.sampled_from([None, torch.bfloat16, torch.float64, torch.int32]),
         "dim": st.sampled_from([-1, 3, 2, -4, 4, 1.0, True]),
     },
-    "softmax_topk": SHARED | {"k": st.sampled_from([0, 2, 5, 6, -1, True, 2.0])},
+    "softmax_topk": SHARED
+    | {
+        "k": st.sampled_from([0, 2, 5, 6, -1, True, 2.0]),
+        "score": st.sampled_from(["softmax", "sigmoid", "none", 1]),
+        "selection_bias": st.none() | TENSORS,
+        "top_k": st.sampled_from([None, 1, 3, 9, 0, True, 1.0, 2**70]) | TENSORS,
+        "top_p": NUMBERS | TENSORS,
+        "min_p": NUMBERS | TENSORS,
+    },
     "attention": SHARED | OF_SCORES,
 }
 
@@ -687,6 +704,28 @@ def test_limits_of_attention(inside, outside, served):
         tensor = SIXTEEN_BITS(1, 1, 2, options.pop("dim", 8))
         megasoftmax.attention(tensor, tensor, tensor, **options)
     assert served == [True, False]
+
+
+@pytest.mark.parametrize("name", [name for name in of_topk() if name in ("limits", "of rows")])
+@pytest.mark.parametrize("return_probabilities", [False, True])
+def test_sample(return_probabilities, name, served, in_python):
+    options = {key: each for key, each in of_topk()[name].items() if key != "renormalize"}
+    logits, seed = torch.randn(2, 3, 4, 5), torch.tensor([7])
+    options |= {"seed": seed, "return_probabilities": return_probabilities}
+    found = megasoftmax.sample(logits, **options)
+    assert served == [True]
+    expected = in_python(lambda: megasoftmax.sample(logits, **options, fused=False))
+    for actual, wanted in zip(
+        *map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True
+    ):
+        assert actual.equal(wanted)
+    served.clear()
+    megasoftmax.sample(logits, 3)  # Python draws a seed
+    assert served == []
+    for wrong in ({"k": 0}, {"k": 6}, {"seed": 7}, {"top_p": 2.0}, {"scale": None}):
+        with pytest.raises((TypeError, ValueError)):
+            megasoftmax.sample(logits, **(options | wrong))
+    assert not any(served)
 
 
 def test_limits_of_topk(served):

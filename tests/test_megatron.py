@@ -1150,11 +1150,34 @@ def test_routing(k, pre_softmax, scaling, dtype, in_order, device, monkeypatch):
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", [None, 2.5])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_routing_by_sigmoids(k, has_bias, scaling, dtype, device, monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.stack([torch.randperm(8) for _ in range(33)]).to(device, dtype) / 4
+    options = {"score_function": "sigmoid", "scaling_factor": scaling}
+    if has_bias:
+        options["expert_bias"] = torch.linspace(0, 1, 8, device=device)
+    calls = record_calls(monkeypatch, "softmax_topk")
+    expected = routing(logits, k, **options)
+    assert not calls
+    with apply_megasoftmax_to_megatron():
+        actual = routing(logits, k, **options)
+    assert len(calls) == 1
+    # Megatron rounds sigmoids of bfloat16 before it chooses by them.
+    same = (actual[1] == expected[1]).all(-1)
+    assert same.float().mean() > (0.8 if dtype == torch.bfloat16 else 0.99)
+    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (2e-2, 1e-2)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours[same], theirs[same], rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"score_function": "sigmoid"},
-        {"score_function": "sigmoid", "expert_bias": torch.linspace(0, 1, 8)},
+        {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2},
         {"num_groups": 4, "group_topk": 2},
         {"expert_bias": torch.linspace(0, 1, 8)},
         {"router_replay": SimpleNamespace(get_replay_topk=lambda *args: torch.topk(-args[0], 2))},

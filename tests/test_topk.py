@@ -10,7 +10,7 @@ import oracle
 import oracle_topk
 import pytest
 import torch
-from inputs import DTYPES, DTYPES_OF_KERNELS, acted_capability, bits_equal, coin, normal
+from inputs import DTYPES, DTYPES_OF_KERNELS, PLAIN_TOPK, acted_capability, bits_equal, coin, normal
 
 import megasoftmax
 from megasoftmax.build import extension, library
@@ -182,14 +182,15 @@ def test_every_regime_selects_the_same(columns, k, dtype):
     column = torch.arange(columns, device="cuda")
     is_large = (column % 8192 < 320) & (column % 8 == 0)
     logits[4, is_large] = -(9 + column[is_large] // 8192).to(dtype)  # the scale turns the signs
-    wanted, indices, _ = topk_forward(logits, k, -0.5, 0.0, None, None, False, dtype, False)
+    given = (logits, k, -0.5, 0.0, None, None, False, dtype, False, *PLAIN_TOPK)
+    wanted, indices, _ = topk_forward(*given)
     major, _ = acted_capability() or torch.cuda.get_device_capability()
     for regime, name in enumerate(re.findall(r'\{"(\w+)"', table[1])):
         if name.startswith("cluster") and major < 9:
             continue
         binary.megasoftmax_force_topk_regime(regime)
         try:
-            found, where, _ = topk_forward(logits, k, -0.5, 0.0, None, None, False, dtype, False)
+            found, where, _ = topk_forward(*given)
         finally:
             binary.megasoftmax_force_topk_regime(-1)
         assert torch.equal(where, indices), name
@@ -591,7 +592,7 @@ def forward_op(logits, k, *, candidates=False, **given):
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     options = (given.get("scale", 1.0), 0.0, given.get("mask"), given.get("bias"))
     rest = (given.get("renormalize", False), given.get("dtype", dtype), candidates)
-    return topk_forward(logits, k, *options, *rest)
+    return topk_forward(logits, k, *options, *rest, *PLAIN_TOPK)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -655,7 +656,7 @@ def test_backward_of_a_shard(renormalize, device):
             part = slice(begin, end)
             tensors = (g, p, i - begin, h, logits[:, part], s)
             limits = (mask[:, part], bias[:, part], renormalize)
-            return topk_backward(*tensors, 0.7, 0.0, *limits, False, torch.float32)
+            return topk_backward(*tensors, 0.7, 0.0, *limits, False, torch.float32, None, False)
 
         whole = backward(0, 60)
         parts = torch.cat([backward(0, 13), backward(13, 14), backward(14, 60)], -1)

@@ -159,6 +159,20 @@ double Reader::number(PyObject* object) {
   return value;
 }
 
+RowNumber Reader::of_rows(PyObject* object, at::IntArrayRef rows, double none, bool is_integer) {
+  if (object == Py_None) return {none, {}};
+  if (!THPVariable_Check(object)) {
+    if (is_integer) return {static_cast<double>(count(object)), {}};
+    return {number(object), {}};
+  }
+  std::optional<Tensor> found = tensor(object);
+  // Python takes numbers from tensors without dimensions.
+  if (found)
+    decline_unless(found->scalar_type() == (is_integer ? at::kInt : at::kFloat) &&
+                   !found->requires_grad() && found->dim() > 0 && broadcasts(found->sizes(), rows));
+  return {none, found};
+}
+
 double Reader::softcap(PyObject* object, double scale, double most) {
   const double value = object == Py_None ? 0 : number(object), inner = std::abs(scale) / value;
   decline_unless(value == 0 || (value >= bound.tiniest_scale && value <= most &&

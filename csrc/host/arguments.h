@@ -41,6 +41,12 @@ struct Bounds {
   std::optional<Tensor> first, end;
 };
 
+// A number of all rows, or one for each in a tensor.
+struct RowNumber {
+  double value = 0;
+  std::optional<Tensor> tensor;
+};
+
 struct Sink {
   std::optional<Tensor> tensor;
   std::optional<double> value;
@@ -77,6 +83,9 @@ class Reader {
   // A bias of rows: it broadcasts to the scores.
   std::optional<Tensor> bias_of_rows(PyObject* object, const Tensor& scores);
   double number(PyObject* object);
+  // A number, or what broadcasts to the rows in float32, or int32 if they are integers. `none`: the
+  // number for None.
+  RowNumber of_rows(PyObject* object, at::IntArrayRef rows, double none, bool is_integer);
   // None or 0: 0. Else a number up to `most` whose quotient of the scale kernels take too.
   double softcap(PyObject* object, double scale, double most);
   // An integer from 0 on.

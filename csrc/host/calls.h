@@ -24,6 +24,11 @@ PyObject* attention_transposed(PyObject* const* arguments);
 PyObject* serves_attention(PyObject* const* arguments);
 
 PyObject* softmax_topk(PyObject* const* arguments);
-inline constexpr int kTopkArguments = 11;
+inline constexpr int kTopkArguments = 16;
+
+// sample(logits, k, scale, mask, top_k, top_p, min_p, seed, return_probabilities, fused), with a
+// seed.
+PyObject* sample(PyObject* const* arguments);
+inline constexpr int kSampleArguments = 10;
 
 }  // namespace megasoftmax::host

@@ -53,6 +53,7 @@ PyMethodDef methods[] = {
     method<attention_transposed, kAttentionArguments>("attention_transposed"),
     method<serves_attention, kAttentionArguments>("serves_attention"),
     method<softmax_topk, kTopkArguments>("softmax_topk"),
+    method<sample, kSampleArguments>("sample"),
     {nullptr, nullptr, 0, nullptr},
 };
 

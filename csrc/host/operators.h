@@ -18,6 +18,7 @@ enum Operator {
   kAttentionBackward,
   kTopkForward,
   kTopkBackward,
+  kTopkSample,
   kOperators,
 };
 
@@ -29,7 +30,7 @@ struct Name {
 inline constexpr Name kNames[kOperators] = {
     {"softmax_forward"},       {"softmax_forward", "alone"}, {"softmax_backward"},
     {"attention_forward"},     {"attention_backward"},       {"softmax_topk_forward"},
-    {"softmax_topk_backward"},
+    {"softmax_topk_backward"}, {"softmax_topk_sample"},
 };
 
 // Finds the ops. `backward` is a Python function (name, *arguments of that op), which also computes

@@ -3,6 +3,9 @@
 // the k probabilities, g their gradients, h that of the log-sum-exp; renormalised
 // dz_j = p_j h + sum over k with i_k = j of P_k (g_k - sum(g P)).
 //
+// Of sigmoids s, without h: dz_j = sum over k with i_k = j of P_k (g_k - sum(g P)) (1 - s_j), where
+// sum(g P) counts if they are renormalised.
+//
 // Nothing is summed over a row, so any number of threads can own a part of it: they write the first
 // term, then, behind a barrier, both terms where an index is theirs. Short rows do so in shared
 // memory. Each logit is read once and each gradient written once.
@@ -44,7 +47,7 @@ struct TopkProbability {
 // One of the k entries, and what it adds to the gradient of its logit.
 struct TopkEntry {
   int column = -1;       // -1: not in this part of the row
-  float p = 0.f;         // its probability among all logits
+  float p = 0.f;         // its probability among all logits, or 1 less its sigmoid
   float selected = 0.f;  // as it was returned, among the k if renormalised
   float gradient = 0.f;  // of `selected`
 };
@@ -83,7 +86,9 @@ __global__ void __launch_bounds__(
   const T* const logits_row =
       static_cast<const T*>(params.scores.data) + index.offset_in(params.scores);
   const Logits<T, Mask, Bias> logits(params, index, bounds, place.grid);
-  const bool has_first_term = !params.renormalize || params.log_sum_exp_gradient != nullptr;
+  // Gradients of the k probabilities stay at their entries.
+  const bool has_only_second_term = params.renormalize || params.sigmoid;
+  const bool has_first_term = !has_only_second_term || params.log_sum_exp_gradient != nullptr;
   // Such rows of several segments come through a ring, where each thread reads what it has copied.
   constexpr bool kHasRing = kIsContiguous && kShape.segments > 1;
   extern __shared__ __align__(16) char shared_memory[];
@@ -152,15 +157,19 @@ __global__ void __launch_bounds__(
   };
   TopkEntry first_entry;
   if (owner.thread() < params.k) first_entry = read_entry(owner.thread());
+  const float unit = unit_of<Bias>(params, row);
   const TopkProbability<Mask> probability(params, logits.mask, largest, log_sum,
                                           kIsContiguous && params.scale < 0 ? -1.f : 1.f,
-                                          exponent_of<Bias>(params).c);
+                                          unit * kLog2E);
   const auto find_probability = [&](TopkEntry& entry) {
     if (entry.column < 0) return;
     const float x = kIsContiguous ? to_float(logits_row[entry.column])
                                   : logit_at<T, Mask, Bias>(params, index, logits.mask, logits_row,
                                                             entry.column);
-    entry.p = probability(x, entry.column);
+    entry.p =
+        params.sigmoid
+            ? reciprocal_approximate(1.f + exp2_approximate(x * probability.sign * probability.c))
+            : probability(x, entry.column);
   };
   find_probability(first_entry);
   float sum = first_entry.selected * first_entry.gradient;
@@ -169,9 +178,11 @@ __global__ void __launch_bounds__(
     sum = fmaf(other.selected, other.gradient, sum);
   }
   sum = owner.sum(sum);
+  if (!params.renormalize && params.sigmoid) sum = 0.f;
   // The derivative of z by the logits, but for a softcap's part of it.
-  const float to_result = params.of_bias ? 1.f : params.scale;
-  const float of_all = params.renormalize ? h : h - sum, weight = of_all * to_result;
+  const float scale = params.row_scale.data == nullptr ? params.scale : unit;
+  const float to_result = params.of_bias ? 1.f : scale;
+  const float of_all = has_only_second_term ? h : h - sum, weight = of_all * to_result;
   const bool is_finite = fabsf(weight) < INFINITY;
 
   // Rows of one segment meet their entries in shared memory, and are written in whole sectors.
@@ -206,10 +217,10 @@ __global__ void __launch_bounds__(
       writer.store(column, z);
     };
     const auto of_entry = [&](const TopkEntry& entry) {
-      const float of_selected = params.renormalize ? 0.f : entry.gradient;
+      const float of_selected = has_only_second_term ? 0.f : entry.gradient;
       float dz = entry.p == 0.f ? 0.f : entry.p * (of_all + of_selected);
-      if (params.renormalize && entry.selected != 0.f)
-        dz += entry.selected * (entry.gradient - sum);
+      if (has_only_second_term && entry.selected != 0.f)
+        dz += entry.selected * (entry.gradient - sum) * (params.sigmoid ? entry.p : 1.f);
       dz *= to_result;
       if (is_bent) {
         float score[1] = {to_float(logits_row[entry.column * params.scores.column_stride])};

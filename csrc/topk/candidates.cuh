@@ -59,7 +59,8 @@ struct TileCandidates {
   static constexpr int kWordsOfMask = 16 * sizeof(T) / 2;
   static constexpr int kMasks = (kVectors * kWords + kWordsOfMask - 1) / kWordsOfMask;
   static_assert(kMasks <= 2);
-  static constexpr int kLastBit = sizeof(T) == 2 ? 31 : kVectors * kWords - 1;
+  static constexpr int kElementsOfMask = kWordsOfMask * 4 / sizeof(T);
+  static constexpr int kLastBit = kVectors * kElements < 32 ? kVectors * kElements - 1 : 31;
   static_assert(sizeof(T) == 4 || kVectors * kWords % kWordsOfMask == 0);
 
   Word tops[kLongest];  // of every two the larger, in order
@@ -117,11 +118,11 @@ struct TileCandidates {
       if (kMasks == 2 && left == 0) {
         left = later;
         later = 0;
-        begin = 2 * kWordsOfMask;
+        begin = kElementsOfMask;
       }
       // Without a branch: where none is left, of any logit of the lane.
       const int bit = (31 - __clz(left)) & kLastBit;
-      const Key of_logit = key_at(sizeof(T) == 2 ? begin + ((bit << 1 | bit >> 4) & 31) : bit);
+      const Key of_logit = key_at(begin + (sizeof(T) == 2 ? (bit << 1 | bit >> 4) & 31 : bit));
       const Key key = left == 0 ? Key{0} : of_logit;
       left &= ~(1u << bit);
       return key;

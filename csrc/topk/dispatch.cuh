@@ -5,6 +5,7 @@
 #include "backward.cuh"
 #include "forward.cuh"
 #include "plan.h"
+#include "router.cuh"
 #include "tile.cuh"
 
 namespace megasoftmax {
@@ -45,6 +46,11 @@ template <class T>
 cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPlan& plan,
                                   cudaStream_t stream) {
   if (plan.regime == kTopkTile) return launch_topk_tiles<T>(params, plan, stream);
+  if (plan.regime == kTopkRouter) {
+    const auto kernel = params.k <= 8 ? topk_router_kernel<T, 8> : topk_router_kernel<T, kTileMaxK>;
+    return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+                  plan.shared_bytes, Together::kNot, 1, stream, params, plan.tiles);
+  }
   return with_policies<T>(params, [&]<class Mask, class Bias>() {
     return with_regime(kTopkRegimes, plan.regime, [&]<int kIndex>() {
       constexpr TopkRegime kRegime = kTopkRegimes[kIndex];
@@ -52,10 +58,12 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
       const Together together = schedule.is_cluster                   ? Together::kInClusters
                                 : kRegime.blocks_per_row == kWholeGpu ? Together::kAll
                                                                       : Together::kNot;
+      // Rows beyond the largest first dimension of a grid take its second one.
+      const auto others = divide_up(params.rows, plan.blocks / schedule.blocks_per_row);
+      const dim3 grid(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(others));
       const auto launch_kernel = [&](auto kernel) {
-        return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
-                      plan.shared_bytes, together, schedule.blocks_per_row, stream, params,
-                      schedule);
+        return launch(kernel, grid, dim3(plan.threads), plan.shared_bytes, together,
+                      schedule.blocks_per_row, stream, params, schedule);
       };
       constexpr int kKernel = topk_kernel_of(kIndex);
       if constexpr (!Mask::kPresent && !Bias::kPresent) {

@@ -16,7 +16,14 @@ Params params_of(const NamedIntegers& call) {
   params.scores.type = call["element_bytes"] == 4 ? DType::kFloat32 : DType::kFloat16;
   if (call["is_masked"] != 0) params.mask.data = &params.mask;  // any address: nothing is read
   if (call["has_softcap"] != 0) params.softcap = Softcap(1, 1);
+  params.sigmoid = call["is_of_router"] != 0;
   prepare(params);
+  return params;
+}
+
+TopkForwardParams forward_params_of(const NamedIntegers& call) {
+  auto params = params_of<TopkForwardParams>(call);
+  params.limits.are_given = call["has_limits"] != 0;
   return params;
 }
 
@@ -33,7 +40,7 @@ extern "C" __attribute__((visibility("default"))) const char* megasoftmax_topk_p
                       .max_cluster = static_cast<int>(call["max_cluster"])};
   const TopkPlan plan = call["is_backward"] != 0
                             ? plan_topk_backward(params_of<TopkBackwardParams>(call), device)
-                            : plan_topk_forward(params_of<TopkForwardParams>(call), device, -1);
+                            : plan_topk_forward(forward_params_of(call), device, -1);
   return named_lines([&](auto&& add) {
     add("regime", plan.name);
     add("vectors", plan.vectors);

@@ -9,6 +9,7 @@
 
 #include "../common/grid.cuh"
 #include "row.cuh"
+#include "sampling.cuh"
 #include "select.cuh"
 
 namespace megasoftmax {
@@ -342,14 +343,19 @@ struct TopkPart {
 // What a row's keys, in order, become: probabilities, or z.
 template <class Mask, int kThreads>
 __device__ void write_topk(const TopkForwardParams& params, const RowIndex& index, int64_t row,
-                           MaxAndSum total, Exponent exponent, bool has_bias,
-                           const uint64_t* sorted) {
+                           MaxAndSum total, float unit, const uint64_t* sorted) {
   const int thread = thread_index_anew();
-  const RowStatistics statistics(params, total, has_bias);
+  const Exponent exponent{unit * kLog2E};
+  const RowStatistics statistics(total, unit);
   if (thread == 0) statistics.write(params, row);
   float max = total.max, sum = total.sum;
   bool is_empty = statistics.is_empty();
-  if (params.renormalize) {
+  int kept = params.k;
+  if (params.limits.are_given) {
+    const WithinLimits found = limit_row(params, row, total, exponent, sorted);
+    kept = found.count;
+    if (params.renormalize) sum = found.sum;
+  } else if (params.renormalize) {
     max = logit_of(sorted[0]);
     is_empty = max == -INFINITY;
     sum = 0.f;
@@ -362,9 +368,9 @@ __device__ void write_topk(const TopkForwardParams& params, const RowIndex& inde
   for (int i = thread; i < params.k; i += kThreads) {
     const float z = logit_of(sorted[i]);
     const int column = column_of(sorted[i]);
-    float value = exponent(z, max) * factor;
+    float value = i < kept ? exponent(z, max) * factor : 0.f;
     if (params.candidates) {
-      value = has_bias ? z : z * fabsf(params.scale);
+      value = z * unit;
     } else if (!is_regular) {
       value = (is_empty && params.can_exclude) || mask.excluded(column) ? 0.f : NAN;
     }
@@ -431,143 +437,149 @@ __global__ void __launch_bounds__(
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
   const bool is_cluster = kSpreads && schedule.is_cluster;
   const int rank = is_cluster ? rank_in_cluster() : static_cast<int>(blockIdx.x) % blocks;
-  const Exponent exponent = exponent_of<Bias>(params);
-  for (int64_t row = is_cluster ? cluster_of_block() : blockIdx.x / blocks; row < params.rows;
-       row += gridDim.x / blocks) {
-    if constexpr (kSpreads) {
-      if (is_cluster) {  // which has one row
-        if (threadIdx.x == 0) {
-          init_byte_barrier(&selection.shared);
-          init_byte_barrier(&arrived);
-          expect_bytes(&selection.shared, selection.bytes_of_cluster(blocks));
-          if (rank == 0) expect_bytes(&arrived, static_cast<int>(blocks * partial_bytes(params.k)));
-        }
-        arrive_at_cluster_relaxed();
+  // Asked anew where it is needed: 64 bits would take two registers throughout.
+  const auto row_of_block = [&] {
+    const int first = is_cluster ? cluster_of_block() : block_index_anew() / blocks;
+    const int64_t before =
+        blockIdx.y == 0 ? 0 : int64_t{blockIdx.y} * (static_cast<int>(gridDim.x) / blocks);
+    return first + before;
+  };
+  const int64_t row = row_of_block();
+  if (row >= params.rows) return;
+  if constexpr (kSpreads) {
+    if (is_cluster) {  // which has one row
+      if (threadIdx.x == 0) {
+        init_byte_barrier(&selection.shared);
+        init_byte_barrier(&arrived);
+        expect_bytes(&selection.shared, selection.bytes_of_cluster(blocks));
+        if (rank == 0) expect_bytes(&arrived, static_cast<int>(blocks * partial_bytes(params.k)));
       }
+      arrive_at_cluster_relaxed();
     }
-    const RowIndex index = row_at(schedule, row);
-    const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].vectors_per_thread,
-                   kHasUnitStride>
-        part(params, schedule, index, rank);
-    uint32_t delegates[2];
-    const MaxAndSum mine = part.sum(groups + threadIdx.x, exponent, delegates);
-    const int thread = thread_index_anew();
-    const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
-    if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
-    if (thread % 32 == 0) sums_of_warps[thread / 32] = of_warp;
-    selection.put_delegates(delegates);
-    if (thread == 0) selection.count = selection.waiting_count = 0;
-    if constexpr (kSpreads) {
-      if (is_cluster) {
-        wait_for_cluster();
-        selection.share_with_cluster(delegates[0], rank, blocks);
-      }
+  }
+  const RowIndex index = row_at(schedule, row);
+  const Exponent exponent{unit_of<Bias>(params, row) * kLog2E};
+  const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].vectors_per_thread, kHasUnitStride>
+      part(params, schedule, index, rank);
+  uint32_t delegates[2];
+  const MaxAndSum mine = part.sum(groups + threadIdx.x, exponent, delegates);
+  const int thread = thread_index_anew();
+  const MaxAndSum of_warp = warp_merge<32>(mine, exponent);
+  if (of_warp.sum != of_warp.sum) part.find_nan(groups + thread, delegates);
+  if (thread % 32 == 0) sums_of_warps[thread / 32] = of_warp;
+  selection.put_delegates(delegates);
+  if (thread == 0) selection.count = selection.waiting_count = 0;
+  if constexpr (kSpreads) {
+    if (is_cluster) {
+      wait_for_cluster();
+      selection.share_with_cluster(delegates[0], rank, blocks);
     }
-    __syncthreads();
-    // One warp finds a threshold for all, while others find the cluster's and the total.
-    const auto put_total = [&] {
-      const int lane = thread_index_anew() % 32;
-      const MaxAndSum of_block = warp_merge<kWarps>(sums_of_warps[lane % kWarps], exponent);
-      if (lane == 0) total = of_block;
+  }
+  __syncthreads();
+  // One warp finds a threshold for all, while others find the cluster's and the total.
+  const auto put_total = [&] {
+    const int lane = thread_index_anew() % 32;
+    const MaxAndSum of_block = warp_merge<kWarps>(sums_of_warps[lane % kWarps], exponent);
+    if (lane == 0) total = of_block;
+  };
+  const auto is_warp = [](int warp) { return thread_index_anew() / 32 == warp; };
+  if (is_warp(0)) selection.put_threshold(0, selection.least_of_delegates(params.k));
+  if (is_warp(1 % kWarps)) put_total();
+  if constexpr (kSpreads) {
+    if (is_cluster && is_warp(2 % kWarps))
+      selection.put_threshold(1, selection.least_of_cluster(params.k, blocks));
+  }
+  __syncthreads();
+  uint32_t reached = selection.reached[0];
+  if constexpr (kSpreads) {
+    if (is_cluster) reached = max(reached, selection.reached[1]);
+  }
+  selection.select(params.k, uint64_t{reached} << 32, [&](uint64_t least) {
+    part.collect(least, groups + thread_index_anew(), selection);
+  });
+  if constexpr (kSpreads) {
+    const TopkPartials partials =
+        is_cluster
+            ? TopkPartials(shared_memory + groups_bytes(schedule.max_segments,
+                                                        schedule.segments_per_group, kThreads),
+                           &arrived, blocks)
+            : TopkPartials(params, schedule.workspace, row, blocks);
+    if (thread == 0) partials.put_sum(rank, total);
+    // In order, unless a cluster's block has fewer than k: they are handed on as they are.
+    const int found = selection.count;
+    if (is_cluster && found < params.k) {
+      for (int i = thread; i < found; i += kThreads)
+        partials.put_key(rank * params.k + i, selection.candidates[i]);
+    } else {
+      selection.for_ranked(
+          params.k, [&](int i, uint64_t key) { partials.put_key(rank * params.k + i, key); });
+    }
+    for (int i = found + thread; i < params.k; i += kThreads)
+      partials.put_key(rank * params.k + i, kNoKey);
+    if (!is_cluster) sync_grid();
+    if (rank != 0) return;
+    // What k keys of one block reach.
+    const auto last_of_block = [&](int i) {
+      return static_cast<uint32_t>(partials.keys[i * params.k + params.k - 1] >> 32);
     };
-    const auto is_warp = [](int warp) { return thread_index_anew() / 32 == warp; };
-    if (is_warp(0)) selection.put_threshold(0, selection.least_of_delegates(params.k));
-    if (is_warp(1 % kWarps)) put_total();
-    if constexpr (kSpreads) {
-      if (is_cluster && is_warp(2 % kWarps))
-        selection.put_threshold(1, selection.least_of_cluster(params.k, blocks));
-    }
-    __syncthreads();
-    uint32_t reached = selection.reached[0];
-    if constexpr (kSpreads) {
-      if (is_cluster) reached = max(reached, selection.reached[1]);
+    const int lane = thread_index_anew() % 32;
+    if (is_cluster) {
+      __syncthreads();  // all warps have read the candidates
+      if (thread == 0) selection.count = 0;
+      wait_for_bytes(&arrived, 0);
+      reached = max(reached, largest_of_lanes(lane < blocks ? last_of_block(lane) : 0u));
+      if (is_warp(0)) {
+        const MaxAndSum of_cluster =
+            warp_merge<32>(lane < blocks ? partials.sums[lane] : MaxAndSum{kLowest, 0.f}, exponent);
+        if (lane == 0) total = of_cluster;
+      }
+      __syncthreads();
+    } else {  // also what a few of each block reach
+      const int of_block = divide_up(params.k, blocks);
+      uint32_t of_one = 0, of_each = ~0u;
+      MaxAndSum of_thread{kLowest, 0.f};
+      for (int i = thread; i < blocks; i += kThreads) {
+        of_thread.merge(partials.sums[i], exponent);
+        of_one = max(of_one, last_of_block(i));
+        of_each =
+            min(of_each, static_cast<uint32_t>(partials.keys[i * params.k + of_block - 1] >> 32));
+      }
+      of_thread = warp_merge<32>(of_thread, exponent);
+      of_one = largest_of_lanes(of_one);
+      of_each = smallest_of_lanes(of_each);
+      if (lane == 0) {
+        sums_of_warps[thread / 32] = of_thread;
+        selection.delegates[0][thread / 32] = of_one;
+        selection.delegates[1][thread / 32] = of_each;
+      }
+      if (thread == 0) selection.count = 0;
+      __syncthreads();
+      if (is_warp(0)) put_total();
+      of_one = largest_of_lanes(selection.delegates[0][lane % kWarps]);
+      of_each = smallest_of_lanes(selection.delegates[1][lane % kWarps]);
+      reached = max(reached, max(of_one, of_each));
     }
     selection.select(params.k, uint64_t{reached} << 32, [&](uint64_t least) {
-      part.collect(least, groups + thread_index_anew(), selection);
-    });
-    if constexpr (kSpreads) {
-      const TopkPartials partials =
-          is_cluster
-              ? TopkPartials(shared_memory + groups_bytes(schedule.max_segments,
-                                                          schedule.segments_per_group, kThreads),
-                             &arrived, blocks)
-              : TopkPartials(params, schedule.workspace, row, blocks);
-      if (thread == 0) partials.put_sum(rank, total);
-      // In order, unless a cluster's block has fewer than k: they are handed on as they are.
-      const int found = selection.count;
-      if (is_cluster && found < params.k) {
-        for (int i = thread; i < found; i += kThreads)
-          partials.put_key(rank * params.k + i, selection.candidates[i]);
-      } else {
-        selection.for_ranked(
-            params.k, [&](int i, uint64_t key) { partials.put_key(rank * params.k + i, key); });
-      }
-      for (int i = found + thread; i < params.k; i += kThreads)
-        partials.put_key(rank * params.k + i, kNoKey);
-      if (!is_cluster) sync_grid();
-      if (rank != 0) continue;
-      // What k keys of one block reach.
-      const auto last_of_block = [&](int i) {
-        return static_cast<uint32_t>(partials.keys[i * params.k + params.k - 1] >> 32);
-      };
-      const int lane = thread_index_anew() % 32;
-      if (is_cluster) {
-        __syncthreads();  // all warps have read the candidates
-        if (thread == 0) selection.count = 0;
-        wait_for_bytes(&arrived, 0);
-        reached = max(reached, largest_of_lanes(lane < blocks ? last_of_block(lane) : 0u));
-        if (is_warp(0)) {
-          const MaxAndSum of_cluster = warp_merge<32>(
-              lane < blocks ? partials.sums[lane] : MaxAndSum{kLowest, 0.f}, exponent);
-          if (lane == 0) total = of_cluster;
-        }
-        __syncthreads();
-      } else {  // also what a few of each block reach
-        const int of_block = divide_up(params.k, blocks);
-        uint32_t of_one = 0, of_each = ~0u;
-        MaxAndSum of_thread{kLowest, 0.f};
-        for (int i = thread; i < blocks; i += kThreads) {
-          of_thread.merge(partials.sums[i], exponent);
-          of_one = max(of_one, last_of_block(i));
-          of_each =
-              min(of_each, static_cast<uint32_t>(partials.keys[i * params.k + of_block - 1] >> 32));
-        }
-        of_thread = warp_merge<32>(of_thread, exponent);
-        of_one = largest_of_lanes(of_one);
-        of_each = smallest_of_lanes(of_each);
-        if (lane == 0) {
-          sums_of_warps[thread / 32] = of_thread;
-          selection.delegates[0][thread / 32] = of_one;
-          selection.delegates[1][thread / 32] = of_each;
-        }
-        if (thread == 0) selection.count = 0;
-        __syncthreads();
-        if (is_warp(0)) put_total();
-        of_one = largest_of_lanes(selection.delegates[0][lane % kWarps]);
-        of_each = smallest_of_lanes(selection.delegates[1][lane % kWarps]);
-        reached = max(reached, max(of_one, of_each));
-      }
-      selection.select(params.k, uint64_t{reached} << 32, [&](uint64_t least) {
-        constexpr int kKeys = 4;  // on their way together
+      constexpr int kKeys = 4;  // on their way together
 #pragma unroll 1
-        for (int first = thread; first < blocks * params.k; first += kKeys * kThreads) {
-          uint64_t keys[kKeys];
+      for (int first = thread; first < blocks * params.k; first += kKeys * kThreads) {
+        uint64_t keys[kKeys];
 #pragma unroll
-          for (int i = 0; i < kKeys; ++i) {
-            const int at = first + i * kThreads;
-            keys[i] = at < blocks * params.k ? partials.keys[at] : kNoKey;
-          }
-#pragma unroll
-          for (int i = 0; i < kKeys; ++i)
-            selection.append(keys[i] != kNoKey && keys[i] >= least, [&](int) { return keys[i]; });
+        for (int i = 0; i < kKeys; ++i) {
+          const int at = first + i * kThreads;
+          keys[i] = at < blocks * params.k ? partials.keys[at] : kNoKey;
         }
-      });
-    }
-    selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
-    __syncthreads();
-    write_topk<Mask, kThreads>(params, index, row, total, exponent, Bias::kPresent,
-                               selection.sorted);
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i)
+          selection.append(keys[i] != kNoKey && keys[i] >= least, [&](int) { return keys[i]; });
+      }
+    });
   }
+  selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
+  __syncthreads();
+  const int64_t same_row = row_of_block();
+  write_topk<Mask, kThreads>(params, index, same_row, total, unit_of<Bias>(params, same_row),
+                             selection.sorted);
 }
 
 }  // namespace megasoftmax

@@ -15,6 +15,9 @@ inline constexpr int kMaxK = 256;
 inline constexpr int kMaxGroups = 32;
 // Logits that may wait for their rank: k, and those that a threshold allows beyond them.
 inline constexpr int kMaxCandidates = 512;
+// The scales of rows, see SCALES of megasoftmax/reference/topk.py. Others make NaN of a row.
+inline constexpr float kTiniestRowScale = 1.17549435e-38f;
+inline constexpr float kLargestRowScale = static_cast<float>(0.69 * 3.4028234663852886e38);
 // Shared memory that kernels declare themselves, besides what the plan gives a block.
 inline constexpr int kTopkMaxDeclaredBytes = 16384;
 
@@ -22,6 +25,10 @@ inline constexpr int kTopkMaxDeclaredBytes = 16384;
 // sorted by networks, see tile.cuh.
 inline constexpr int kTileThreads = 128, kMaxTileVectors = 8, kTileMaxK = 16;
 inline constexpr int kTileMaxVectors = 32 * kMaxTileVectors;
+// Rows that are chosen by a sigmoid or with a bias, see router.cuh. A lane of a row has 16 vectors
+// of float32: half as many lanes as with 8 sort and merge half as many keys.
+inline constexpr int kRouterVectors = 16, kRouterMaxColumns = 1024;
+static_assert(kRouterMaxColumns <= 32 * kRouterVectors * 4);
 
 // Other rows, forward
 struct TopkRegime {

@@ -15,18 +15,18 @@ struct TopkTiles {
   int lanes;  // of a row: 1, 2, 4 ... or 32
   int log2_lanes;
   int rows_per_tile;
-  int lane_vectors;                // of a lane: 1, 2, 4 or 8
+  int lane_vectors;                // of a lane: 1, 2, 4 or 8; kRouterVectors of a router
   int vectors;                     // of a row
   int log2_places;                 // for vectors, in all lanes of a row
   bool is_ragged;                  // some places are empty
   uint32_t results_of_first_lane;  // a bit for each result; lanes write results in turn
 };
 
-inline constexpr int kTopkTile = -1;
+inline constexpr int kTopkTile = -1, kTopkRouter = -2;
 
 struct TopkPlan {
-  std::string_view name;  // of the regime, or "tile"
-  int regime;             // in kTopkRegimes or kTopkBackwardRegimes, or kTopkTile
+  std::string_view name;  // of the regime, "tile" or "router"
+  int regime;             // in kTopkRegimes or kTopkBackwardRegimes, kTopkTile or kTopkRouter
   int64_t vectors;        // that a row can need at most
   int threads;            // of a block
   int rows_per_block;
@@ -60,7 +60,9 @@ constexpr int tile_list_length(int k) {
   return length;
 }
 
-inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors) {
+// least_vectors and most_vectors: of a lane.
+inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors, int least_vectors,
+                                int most_vectors) {
   TopkPlan plan = {};
   plan.name = "tile";
   plan.regime = kTopkTile;
@@ -68,10 +70,8 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors) {
   plan.threads = kTileThreads;
   TopkTiles& tiles = plan.tiles;
   tiles.lanes = 1;
-  while (tiles.lanes * kMaxTileVectors < vectors) tiles.lanes = 1 << ++tiles.log2_lanes;
-  // Lanes take steps of as many logits as they sort at a time.
-  const int step = std::max(tile_list_length(params.k) * size_of(params.scores.type) / 16, 1);
-  tiles.lane_vectors = step;
+  while (tiles.lanes * most_vectors < vectors) tiles.lanes = 1 << ++tiles.log2_lanes;
+  tiles.lane_vectors = least_vectors;
   while (tiles.lanes * tiles.lane_vectors < vectors) tiles.lane_vectors *= 2;
   while (1 << tiles.log2_places < tiles.lanes * tiles.lane_vectors) ++tiles.log2_places;
   tiles.is_ragged = 1 << tiles.log2_places != vectors;
@@ -88,11 +88,23 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors) {
 
 inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device& device,
                                   int forced) {
+  if (params.are_of_router()) {
+    const int of_floats = static_cast<int>(params.shape.columns) / 4;
+    TopkPlan plan = plan_topk_tiles(params, of_floats, kRouterVectors, kRouterVectors);
+    plan.name = "router";
+    plan.regime = kTopkRouter;
+    return plan;
+  }
   const int64_t vectors = topk_vectors(params, false), rows = params.rows;
   const bool suits_tiles = params.is_contiguous && !params.can_exclude &&
+                           params.have_plain_rows() &&
                            params.shape.columns * size_of(params.scores.type) % 16 == 0;
   if (forced < 0 && suits_tiles && vectors <= kTileMaxVectors && params.k <= kTileMaxK)
-    return plan_topk_tiles(params, static_cast<int>(vectors));
+    // Lanes take steps of as many logits as they sort at a time.
+    return plan_topk_tiles(
+        params, static_cast<int>(vectors),
+        std::max(tile_list_length(params.k) * size_of(params.scores.type) / 16, 1),
+        kMaxTileVectors);
   TopkPlan plan = {};
   plan.has_unit_stride = !params.can_exclude && params.scores.column_stride == 1;
   const auto can_serve = [&](const TopkRegime& regime) {

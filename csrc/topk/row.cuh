@@ -25,14 +25,21 @@ __device__ inline float logit_at(const TopkParams& params, const RowIndex& index
   return mask.excluded(column) ? -INFINITY : z;
 }
 
+// z in units of Logits: |scale| without a bias, which is NaN where a row has no scale.
+template <class Bias>
+__device__ inline float unit_of(const TopkParams& params, int64_t row) {
+  if constexpr (Bias::kPresent) return 1.f;
+  if (params.row_scale.data == nullptr) return fabsf(params.scale);
+  const float scale = params.row_scale.at(row);
+  return scale >= kTiniestRowScale && scale <= kLargestRowScale ? scale : NAN;
+}
+
 struct RowStatistics {
-  float max;  // in units of Logits, which without a bias are z / |scale|
+  float max;  // in units of Logits, see unit_of
   float sum, log_sum, lse;
 
-  __device__ RowStatistics(const TopkParams& params, MaxAndSum total, bool has_bias)
-      : max(total.max), sum(total.sum), log_sum(logf(sum)) {
-    lse = fmaf(max, has_bias ? 1.f : fabsf(params.scale), log_sum);
-  }
+  __device__ RowStatistics(MaxAndSum total, float unit)
+      : max(total.max), sum(total.sum), log_sum(logf(sum)), lse(fmaf(max, unit, log_sum)) {}
   __device__ bool is_empty() const { return sum == 0.f; }
   __device__ bool is_regular() const { return sum > 0.f; }  // neither empty nor NaN
 

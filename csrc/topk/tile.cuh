@@ -73,6 +73,140 @@ struct TileKeys {
   }
 };
 
+// The vectors of a row that a lane has.
+template <class T, int kLongest, int kVectors>
+struct TileRow {
+  using Keys = TileKeys<T>;
+  using Key = typename Keys::Key;
+  static constexpr int kElements = kPackElements<T>;
+  // Vectors that are sorted together.
+  static constexpr int kStep = kLongest > kElements ? kLongest / kElements : 1;
+  static_assert(kVectors % kStep == 0);
+
+  Pack<T>* first;
+  const TopkTiles& tiles;
+  int lane;
+
+  __device__ Pack<T>& vector(int i) const { return first[i << tiles.log2_lanes]; }
+
+  // -inf, for now, which all of the row comes before.
+  __device__ void fill_behind_end() const {
+    if (!tiles.is_ragged) return;
+#pragma unroll 1
+    for (int i = 0; i < kVectors; ++i) {
+      if ((i << tiles.log2_lanes) + lane >= tiles.vectors) vector(i) = Pack<T>::lowest();
+    }
+  }
+
+  // The best keys of the whole row, in order. Where there may be candidates, calls begin(the lane's
+  // largest), see(vector) for each, and are_numbers(), which tells whether there is no NaN.
+  template <class Begin, class See, class AreNumbers>
+  __device__ __forceinline__ void select(int k, Key (&best)[kLongest], Begin&& begin, See&& see,
+                                         AreNumbers&& are_numbers) const {
+    bool is_done = false;
+    if constexpr (can_have_candidates<T>(kLongest, kVectors)) {
+      TileCandidates<T, kLongest, kVectors> candidates;
+      candidates.find_threshold(k, [&](int i) -> const Pack<T>& { return vector(i); });
+      begin(candidates.max_of_all());
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const Pack<T> pack = vector(i);
+        see(pack);
+        candidates.mark(i, pack);
+      }
+      is_done = __all_sync(~0u, are_numbers() && candidates.are_few());
+      if (is_done)
+        candidates.select(best, [&](int position) {
+          const int others =
+              (position & -kElements) * (tiles.lanes - 1);  // of other lanes, before it
+          return Keys::of(reinterpret_cast<const T*>(first)[position + others], position);
+        });
+    }
+    if (!is_done) {
+#pragma unroll
+      for (int i = 0; i < kVectors; i += kStep) {
+        constexpr int kKeys = kStep * kElements;
+        Key keys[kKeys];
+#pragma unroll
+        for (int j = 0; j < kStep; ++j)
+          Keys::of(vector(i + j), (i + j) * kElements, keys + j * kElements);
+#pragma unroll
+        for (int j = 0; j < kKeys; j += kLongest) {
+          Key some[kLongest];
+#pragma unroll
+          for (int n = 0; n < kLongest; ++n) some[n] = keys[j + n];
+          sort(some);
+          if (i + j == 0) {
+#pragma unroll
+            for (int n = 0; n < kLongest; ++n) best[n] = some[n];
+          } else {
+            merge_sorted(best, some);
+          }
+        }
+      }
+    }
+    if (tiles.lanes > 1) {
+#pragma unroll
+      for (int i = 0; i < kLongest; ++i) {
+        const int position = Keys::position(best[i]);
+        const int vector = (position / kElements << tiles.log2_lanes) + lane;
+        best[i] = Keys::with_position(best[i], vector * kElements + position % kElements);
+      }
+      for (int distance = 1; distance < tiles.lanes; distance *= 2) {
+        Key others[kLongest];
+#pragma unroll
+        for (int i = 0; i < kLongest; ++i) others[i] = __shfl_xor_sync(~0u, best[i], distance);
+        merge_sorted(best, others);
+      }
+    }
+  }
+};
+
+// Writes the k values, times a factor, and columns of the rows of a tile, in place of the tile.
+template <class T, int kLongest>
+__device__ __forceinline__ void write_tile(const TopkForwardParams& params, const TopkTiles& tiles,
+                                           const float (&values)[kLongest], float factor,
+                                           const typename TileKeys<T>::Key (&best)[kLongest],
+                                           int64_t first_row, int rows, int row, int lane) {
+  extern __shared__ __align__(16) char shared_memory[];
+  const int thread = thread_index_anew();
+  __syncthreads();
+  auto* const results = reinterpret_cast<float*>(shared_memory);
+  int* const columns = reinterpret_cast<int*>(results + tiles.rows_per_tile * params.k);
+  const uint32_t of_lane = tiles.results_of_first_lane << lane & ((1u << params.k) - 1);
+#pragma unroll
+  for (int i = 0; i < kLongest; ++i) {
+    if ((of_lane >> i & 1) == 0) continue;
+    results[row * params.k + i] = values[i] * factor;
+    columns[row * params.k + i] = TileKeys<T>::position(best[i]);
+  }
+  __syncthreads();
+  const int count = rows * params.k;
+  const int64_t first = first_row * params.k;
+  int64_t* const indices = params.indices + first;
+  for (int i = 2 * thread; i + 1 < count; i += 2 * kTileThreads) {
+    const int2 two = *reinterpret_cast<const int2*>(columns + i);
+    __stcs(reinterpret_cast<longlong2*>(indices + i), longlong2{two.x, two.y});
+  }
+  if (count % 2 != 0 && thread == 0) indices[count - 1] = columns[count - 1];
+  with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
+    using Out = decltype(tag);
+    constexpr int kOut = kPackElements<Out>;
+    auto* const out = static_cast<Out*>(params.probabilities) + first;
+    for (int i = kOut * thread; i < count; i += kOut * kTileThreads) {
+      float pack[kOut];
+#pragma unroll
+      for (int j = 0; j < kOut; ++j) pack[j] = i + j < count ? results[i + j] : 0.f;
+      const auto rounded = Pack<Out>::round(pack);
+      if (i + kOut <= count && is_aligned(out + i, 16)) {
+        store_pack<true>(out + i, rounded);
+      } else {
+        store_partial(out + i, rounded, 0, min(count - i, kOut));
+      }
+    }
+  });
+}
+
 template <class T, int kLongest, int kVectors>
 __global__ void __launch_bounds__(kTileThreads)
     topk_tile_kernel(const __grid_constant__ TopkForwardParams params,
@@ -80,9 +214,6 @@ __global__ void __launch_bounds__(kTileThreads)
   using Keys = TileKeys<T>;
   using Key = typename Keys::Key;
   constexpr int kElements = kPackElements<T>;
-  // Vectors that are sorted together.
-  constexpr int kStep = kLongest > kElements ? kLongest / kElements : 1;
-  static_assert(kVectors % kStep == 0);
   extern __shared__ __align__(16) char shared_memory[];
   auto* const tile = reinterpret_cast<Pack<T>*>(shared_memory);
 
@@ -122,21 +253,13 @@ __global__ void __launch_bounds__(kTileThreads)
   }
   const int thread = thread_index_anew();
   const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
-  Pack<T>* const mine = tile + row * pitch + lane;
-  // The lane's i-th vector.
-  const auto vector_of_lane = [&](int i) -> Pack<T>& { return mine[i << tiles.log2_lanes]; };
+  const TileRow<T, kLongest, kVectors> mine{tile + row * pitch + lane, tiles, lane};
   // Rows behind the end are computed too, on whatever shared memory holds.
   if (params.scale < 0) {
 #pragma unroll 1
-    for (int i = 0; i < kVectors; ++i) vector_of_lane(i).flip_signs();
+    for (int i = 0; i < kVectors; ++i) mine.vector(i).flip_signs();
   }
-  // Behind the row's end -inf, for now, which all of the row comes before.
-  if (tiles.is_ragged) {
-#pragma unroll 1
-    for (int i = 0; i < kVectors; ++i) {
-      if ((i << tiles.log2_lanes) + lane >= tiles.vectors) vector_of_lane(i) = Pack<T>::lowest();
-    }
-  }
+  mine.fill_behind_end();
 
   const Exponent exponent = exponent_of<NoBias>(params);
   MaxAndSum total{kLowest, 0.f};
@@ -147,74 +270,24 @@ __global__ void __launch_bounds__(kTileThreads)
     total.sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
   };
   Key best[kLongest];
-  bool is_done = false;
-  if constexpr (can_have_candidates<T>(kLongest, kVectors)) {
-    TileCandidates<T, kLongest, kVectors> candidates;
-    candidates.find_threshold(params.k, vector_of_lane);
-    total.max = fmaxf(candidates.max_of_all(), kLowest);
-    for (int distance = 1; distance < tiles.lanes; distance *= 2)
-      total.max = fmaxf(total.max, __shfl_xor_sync(~0u, total.max, distance));
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const Pack<T> pack = vector_of_lane(i);
-      add(pack);
-      candidates.mark(i, pack);
-    }
-    is_done = __all_sync(~0u, total.sum == total.sum && candidates.are_few());
-    if (is_done)
-      candidates.select(best, [&](int position) {
-        const int others =
-            (position & -kElements) * (tiles.lanes - 1);  // of other lanes, before it
-        return Keys::of(reinterpret_cast<const T*>(mine)[position + others], position);
-      });
-  }
-  if (!is_done) {
-#pragma unroll
-    for (int i = 0; i < kVectors; i += kStep) {
-      constexpr int kKeys = kStep * kElements;
-      Key keys[kKeys];
-#pragma unroll
-      for (int j = 0; j < kStep; ++j)
-        Keys::of(vector_of_lane(i + j), (i + j) * kElements, keys + j * kElements);
-#pragma unroll
-      for (int j = 0; j < kKeys; j += kLongest) {
-        Key some[kLongest];
-#pragma unroll
-        for (int n = 0; n < kLongest; ++n) some[n] = keys[j + n];
-        sort(some);
-        if (i + j == 0) {
-#pragma unroll
-          for (int n = 0; n < kLongest; ++n) best[n] = some[n];
-        } else {
-          merge_sorted(best, some);
-        }
-      }
-    }
-  }
-  if (tiles.lanes > 1) {
-#pragma unroll
-    for (int i = 0; i < kLongest; ++i) {
-      const int position = Keys::position(best[i]);
-      const int vector = (position / kElements << tiles.log2_lanes) + lane;
-      best[i] = Keys::with_position(best[i], vector * kElements + position % kElements);
-    }
-    for (int distance = 1; distance < tiles.lanes; distance *= 2) {
-      Key others[kLongest];
-#pragma unroll
-      for (int i = 0; i < kLongest; ++i) others[i] = __shfl_xor_sync(~0u, best[i], distance);
-      merge_sorted(best, others);
-    }
-  }
+  mine.select(
+      params.k, best,
+      [&](float largest) {
+        total.max = fmaxf(largest, kLowest);
+        for (int distance = 1; distance < tiles.lanes; distance *= 2)
+          total.max = fmaxf(total.max, __shfl_xor_sync(~0u, total.max, distance));
+      },
+      add, [&] { return total.sum == total.sum; });
 
   if constexpr (!can_have_candidates<T>(kLongest, kVectors)) {
     total.max = fmaxf(Keys::logit(best[0]), kLowest);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) add(vector_of_lane(i));
+    for (int i = 0; i < kVectors; ++i) add(mine.vector(i));
   }
   for (int distance = 1; distance < tiles.lanes; distance *= 2)
     total.sum += __shfl_xor_sync(~0u, total.sum, distance);
 
-  const RowStatistics statistics(params, total, false);
+  const RowStatistics statistics(total, fabsf(params.scale));
   if (lane == 0 && row < rows) statistics.write(params, first_row + row);
   float values[kLongest];
 #pragma unroll
@@ -232,41 +305,7 @@ __global__ void __launch_bounds__(kTileThreads)
     factor = statistics.is_regular() ? reciprocal_approximate(total.sum) : NAN;
   }
 
-  __syncthreads();
-  auto* const results = reinterpret_cast<float*>(shared_memory);
-  int* const columns = reinterpret_cast<int*>(results + tiles.rows_per_tile * params.k);
-  const uint32_t of_lane = tiles.results_of_first_lane << lane & ((1u << params.k) - 1);
-#pragma unroll
-  for (int i = 0; i < kLongest; ++i) {
-    if ((of_lane >> i & 1) == 0) continue;
-    results[row * params.k + i] = values[i] * factor;
-    columns[row * params.k + i] = Keys::position(best[i]);
-  }
-  __syncthreads();
-  const int count = rows * params.k;
-  const int64_t first = first_row * params.k;
-  int64_t* const indices = params.indices + first;
-  for (int i = 2 * thread; i + 1 < count; i += 2 * kTileThreads) {
-    const int2 two = *reinterpret_cast<const int2*>(columns + i);
-    __stcs(reinterpret_cast<longlong2*>(indices + i), longlong2{two.x, two.y});
-  }
-  if (count % 2 != 0 && thread == 0) indices[count - 1] = columns[count - 1];
-  with_result_dtype<T>(params.probabilities_type, [&](auto tag) {
-    using Out = decltype(tag);
-    constexpr int kOut = kPackElements<Out>;
-    auto* const out = static_cast<Out*>(params.probabilities) + first;
-    for (int i = kOut * thread; i < count; i += kOut * kTileThreads) {
-      float pack[kOut];
-#pragma unroll
-      for (int j = 0; j < kOut; ++j) pack[j] = i + j < count ? results[i + j] : 0.f;
-      const auto rounded = Pack<Out>::round(pack);
-      if (i + kOut <= count && is_aligned(out + i, 16)) {
-        store_pack<true>(out + i, rounded);
-      } else {
-        store_partial(out + i, rounded, 0, min(count - i, kOut));
-      }
-    }
-  });
+  write_tile<T>(params, tiles, values, factor, best, first_row, rows, row, lane);
 }
 
 }  // namespace megasoftmax

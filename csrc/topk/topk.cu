@@ -12,6 +12,13 @@ int forced_regime = -1;
 bool is_valid(const TopkParams& params) {
   return fits_indices(params.shape, Window{}) && params.k >= 0 && params.k <= kMaxK;
 }
+
+// What routers take.
+bool is_valid_router(const TopkForwardParams& params) {
+  return params.is_contiguous && !params.can_exclude && params.have_plain_rows() &&
+         !params.candidates && params.k <= kTileMaxK && params.shape.columns <= kRouterMaxColumns &&
+         params.shape.columns * size_of(params.scores.type) % 16 == 0;
+}
 }  // namespace
 
 TopkForwardLaunch plan_softmax_topk_forward(TopkForwardParams params, cudaStream_t stream) {
@@ -32,6 +39,7 @@ cudaError_t topk_forward(const TopkForwardLaunch& launch, cudaStream_t stream) {
   const TopkForwardParams& params = launch.params;
   if (params.shape.rows() == 0) return cudaSuccess;
   if (!is_valid(params) || params.k > params.shape.columns) return cudaErrorInvalidValue;
+  if (params.are_of_router() && !is_valid_router(params)) return cudaErrorInvalidValue;
   return with_dtype(params.scores.type, [&](auto tag) {
     return topk_forward_instance<decltype(tag)>(params, launch.plan, stream);
   });

@@ -11,9 +11,12 @@ from torch import Tensor
 import megasoftmax
 
 # The arguments of the routing function that softmax_topk computes.
-_ROUTED = ("logits", "topk", "use_pre_softmax", "scaling_factor", "score_function")
+_ROUTED = ("logits", "topk", "use_pre_softmax", "scaling_factor", "score_function", "expert_bias")
 # What a report says of it.
-ROUTED_WHERE = "where scores are a softmax and they alone choose the experts; else Megatron's own"
+ROUTED_WHERE = (
+    "where scores are a softmax that alone chooses the experts, or sigmoids, with a bias or "
+    "without; else Megatron's own, such as experts limited to groups"
+)
 
 
 def through_softmax_topk(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,13 +35,17 @@ def through_softmax_topk(original: Callable[..., Any]) -> Callable[..., Any]:
             for name, value in given.items()
             if name not in _ROUTED
         )
-        logits = given["logits"]
-        if not is_plain or given["score_function"] != "softmax" or logits.dtype == torch.float64:
+        logits, score, bias = given["logits"], given["score_function"], given.get("expert_bias")
+        is_known = score == "sigmoid" or (score == "softmax" and bias is None)
+        if not is_plain or not is_known or logits.dtype == torch.float64:
             return original(*args, **kwargs)
+        k, is_sigmoid = given["topk"], score == "sigmoid"
         scores, experts = megasoftmax.softmax_topk(
             logits,
-            given["topk"],
-            renormalize=not given["use_pre_softmax"],
+            k,
+            score=score,
+            selection_bias=None if bias is None else bias.detach(),
+            renormalize=k > 1 if is_sigmoid else not given["use_pre_softmax"],
             dtype=logits.dtype,
         )
         if given["scaling_factor"]:

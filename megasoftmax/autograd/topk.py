@@ -9,7 +9,7 @@ from torch import Tensor
 from megasoftmax.autograd.function import (
     Implementation,
     Rules,
-    all_aligned,
+    batch_aligned,
     batch_first,
     differentiable,
     has_no_room,
@@ -24,8 +24,10 @@ from megasoftmax.reference.softmax import (
     slope_of_scores,
 )
 from megasoftmax.reference.topk import (
+    BESIDE_LOGITS,
     BackwardArguments,
     ForwardArguments,
+    scale_of,
     softmax_topk_backward,
     softmax_topk_double_backward,
     softmax_topk_forward,
@@ -34,15 +36,19 @@ from megasoftmax.reference.topk import (
 REFERENCE = Implementation(softmax_topk_forward, softmax_topk_backward)
 
 _COUNT, _BACKWARD_COUNT = len(ForwardArguments._fields), len(BackwardArguments._fields)
-_BACKWARD_TENSORS = (*BackwardArguments._fields[:6], "mask", "bias")
+_BACKWARD_TENSORS = (*BackwardArguments._fields[:6], "mask", "bias", "row_scale")
+# Tensors of the forward that choose entries, and have no gradient.
+_CHOOSING = ("row_top_k", "row_top_p", "row_min_p", "selection_bias")
 
 
 def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keeps for `gradients` what it needs. `inputs` begin as `softmax_topk_forward`'s."""
     given = ForwardArguments(*inputs[:_COUNT])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, given.logits, given.mask, given.bias)
-    ctx.given = given._replace(logits=None, mask=None, bias=None)
+    ctx.save_for_backward(*output, given.logits, given.mask, given.bias, given.row_scale)
+    ctx.given = given._replace(
+        logits=None, mask=None, bias=None, row_scale=None, **dict.fromkeys(_CHOOSING)
+    )
 
 
 def gradients(
@@ -59,7 +65,7 @@ def gradients(
     given = ctx.given
     if given.candidates:
         raise NotImplementedError("candidates: expected False where a gradient is needed, got True")
-    values, indices, statistics, logits, mask, bias = ctx.saved_tensors
+    values, indices, statistics, logits, mask, bias, row_scale = ctx.saved_tensors
     if gradient is None:
         gradient = values.new_zeros(()).expand(values.shape)
     elif gradient.dim() > 4:  # kernels see at most 4 dimensions; leading ones must merge
@@ -70,7 +76,7 @@ def gradients(
         return implementation.backward(
             *(gradient, values, indices, lse_gradient, logits, statistics),
             *given[2:4],  # how logits are scaled
-            *(mask, bias, given.renormalize, of_bias, dtype),
+            *(mask, bias, given.renormalize, of_bias, dtype, row_scale, given.sigmoid),
         )
 
     needs = ForwardArguments(*ctx.needs_input_grad[:_COUNT])
@@ -79,7 +85,7 @@ def gradients(
     of_z = found(True, statistics.dtype)
     d_logits = None
     if needs.logits and is_linear(given):
-        d_logits = (of_z * given.scale).to(logits.dtype)
+        d_logits = (of_z * scale_of(given._replace(row_scale=row_scale))).to(logits.dtype)
     elif needs.logits:
         d_logits = found(False, logits.dtype)
     return ForwardArguments(logits=d_logits, bias=of_z.sum_to_size(bias.shape).to(bias.dtype))
@@ -100,13 +106,14 @@ def double_gradients(implementation: Implementation, ctx: Any, cotangent: Tensor
     tensors = dict(zip(_BACKWARD_TENSORS, ctx.saved_tensors, strict=True))
     given = ctx.given._replace(**tensors)
     compute, bias = accumulation_dtype(given.logits.dtype), given.bias
-    slope = slope_of_scores(given.logits, given)
+    scaled = given._replace(scale=scale_of(given))
+    slope = slope_of_scores(given.logits, scaled)
     of_z = cotangent.to(compute) * (1.0 if given.of_bias else slope)
     found = softmax_topk_double_backward(of_z, given)
     constant, d_logits = torch.zeros_like(found.lse), found.z * slope
     if not (is_linear(given) or given.of_bias):
         dz = softmax_topk_backward(*given._replace(of_bias=True, dtype=compute))
-        curvature = curvature_of_scores(given.logits, given)
+        curvature = curvature_of_scores(given.logits, scaled)
         d_logits = d_logits + cotangent.to(compute) * dz * curvature
     return BackwardArguments(
         gradient=found.gradient.to(given.gradient.dtype),
@@ -116,6 +123,15 @@ def double_gradients(implementation: Implementation, ctx: Any, cotangent: Tensor
         statistics=torch.stack([constant, constant, found.lse]).to(given.statistics.dtype),
         bias=None if bias is None else found.z.sum_to_size(bias.shape).to(bias.dtype),
     )
+
+
+def _beside(given: Any, dims: Any, rank: int) -> dict[str, Any]:
+    """What broadcasts to the batched logits of that rank, by name."""
+    return {
+        name: batch_aligned(getattr(given, name), getattr(dims, name), rank - missing)
+        for name, missing in BESIDE_LOGITS.items()
+        if name in given._fields
+    }
 
 
 def batch_forward(
@@ -129,8 +145,7 @@ def batch_forward(
     if has_no_room(given.logits, dims.logits):
         return one_by_one(forward, info.batch_size, in_dims, args), (0, 0, 0)
     logits = batch_first(given.logits, dims.logits, info.batch_size)
-    beside = all_aligned(given, dims, ("mask", "bias"), logits.dim())
-    return forward(*given._replace(logits=logits, **beside)), (0, 0, 1)
+    return forward(*given._replace(logits=logits, **_beside(given, dims, logits.dim()))), (0, 0, 1)
 
 
 def batch_backward(
@@ -149,7 +164,7 @@ def batch_backward(
         for name in given._fields[:6]
     }
     first["statistics"] = first["statistics"].movedim(0, 1)
-    beside = all_aligned(given, dims, ("mask", "bias"), first["logits"].dim())
+    beside = _beside(given, dims, first["logits"].dim())
     return backward(*given._replace(**first, **beside)), 0
 
 

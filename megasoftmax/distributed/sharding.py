@@ -181,8 +181,11 @@ def _topk_forward(*args: Any) -> Iterator[_Split]:
 
 def _beside_logits(given: Any, dim: int) -> dict[str, _Placement]:
     """Of what top-k has beside its logits, where these are split."""
-    names = ("mask", "bias")
-    return {name: _of_broadcast(getattr(given, name), given.logits, dim) for name in names}
+    return {
+        name: _of_broadcast(getattr(given, name), given.logits, dim, missing)
+        for name, missing in reference.topk.BESIDE_LOGITS.items()
+        if name in given._fields
+    }
 
 
 def _topk_backward(*args: Any) -> Iterator[_Split]:

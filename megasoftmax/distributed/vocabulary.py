@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 # For the bits of numbers of an accumulation type
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
+# Limits are of whole rows, not of shards.
+_NO_LIMITS = {
+    "top_k": 0,
+    "row_top_k": None,
+    "top_p": 1.0,
+    "row_top_p": None,
+    "min_p": 0.0,
+    "row_min_p": None,
+}
+
 
 def _all_gather(into: Tensor, mine: Tensor, group: "ProcessGroup") -> None:
     distributed = torch.distributed
@@ -74,22 +84,24 @@ class _ShardedTopk(torch.autograd.Function):
         )
         maximum, log_sum, _ = statistics.double().unsqueeze(-1)
         weights = (y.double() - maximum) * reference.topk.rounded(factor, y.dtype, y.device)
+        of_rows: list[Any] = [
+            each.expand(rows).reshape(-1) if isinstance(each, Tensor) else each
+            for each in (getattr(given, name) for name in _NO_LIMITS)
+        ]
+        kept = reference.topk.Limits.of(*of_rows).applied(weights.exp(), log_sum.squeeze(-1).exp())
         if given.renormalize:
-            weights = weights.exp()
-            p = weights / weights.sum(-1, keepdim=True)
+            p = kept / kept.sum(-1, keepdim=True)
         else:
-            p = (weights - log_sum).exp()
+            p = (weights - log_sum).exp().masked_fill(kept == 0, 0)
         if mask is not None or bias is not None:
             p = p.masked_fill(maximum == -torch.inf, 0)
         p = p.masked_fill(excluded, 0).to(given.dtype).reshape(*rows, k)
         indices, statistics = indices.reshape(p.shape), statistics.reshape(3, *rows)
 
         local = indices - offsets[torch.distributed.get_rank(group)]
-        ctx.save_for_backward(p, local, statistics, logits, mask, bias)
-        ctx.given = given._replace(logits=None, mask=None, bias=None)
+        autograd.topk.save_for_gradients(ctx, given, (p, local, statistics))
         ctx.implementation = implementation
         ctx.mark_non_differentiable(indices)
-        ctx.set_materialize_grads(False)
         return p, indices, statistics
 
     @staticmethod
@@ -101,7 +113,7 @@ class _ShardedTopk(torch.autograd.Function):
                 ctx.implementation, ctx, gradient, None, statistics_gradient
             )
         if torch.is_grad_enabled():
-            _, _, _, logits, _, bias = ctx.saved_tensors
+            _, _, _, logits, _, bias, _ = ctx.saved_tensors
             sources = gradient, statistics_gradient, logits, bias
             d_logits, d_bias = _Final.apply(found.logits, found.bias, *sources)
             found = found._replace(logits=d_logits, bias=d_bias)
@@ -125,22 +137,27 @@ class _Final(torch.autograd.Function):
 
 def _select(
     implementation: Implementation, given: ForwardArguments
-) -> tuple[_Candidates, float, Tensor]:
-    """At most K candidates of this shard with local indices, the factor of y, statistics."""
+) -> tuple[_Candidates, float | Tensor, Tensor]:
+    """At most K candidates of this shard with local indices, the factor of y, statistics.
+
+    The factor is a number, or [rows, 1].
+    """
     logits, mask = given.logits, given.mask
     compute = reference.softmax.accumulation_dtype(logits.dtype)
     k = min(given.k, logits.shape[-1])
-    of_shard = given._replace(k=k, renormalize=False, dtype=compute, candidates=True)
+    of_shard = given._replace(k=k, renormalize=False, dtype=compute, candidates=True, **_NO_LIMITS)
     y, indices, statistics = implementation.forward(*of_shard)
     excluded = torch.zeros_like(indices, dtype=torch.bool)
     if mask is not None:
         excluded = mask.expand(logits.shape).gather(-1, indices)
-    factor = 1.0
+    factor: float | Tensor = 1.0
+    rows = statistics[0].numel()
     if given.bias is None and reference.softmax.is_linear(given):
         # Before the scale can round two of them to one.
         selected = given._replace(logits=logits.gather(-1, indices), mask=excluded)
         y, factor = reference.topk.comparable(selected)
-    rows = statistics[0].numel()
+        if isinstance(factor, Tensor):
+            factor = factor.expand(*logits.shape[:-1], 1).reshape(rows, 1)
     candidates = (part.reshape(rows, k) for part in (y, indices, excluded))
     return _Candidates(*candidates), factor, statistics
 
@@ -168,7 +185,7 @@ def _gather(
 
 
 def _unpack(
-    gathered: Tensor, k: int, compute: torch.dtype, factor: float
+    gathered: Tensor, k: int, compute: torch.dtype, factor: float | Tensor
 ) -> tuple[_Candidates, Tensor, Tensor]:
     """All candidates, the statistics [3, rows] of whole rows, and where each shard begins."""
     shards = len(gathered)
@@ -179,7 +196,7 @@ def _unpack(
 
     maxima, log_sums = numbers.contiguous().view(compute).double().view(shards, 2, rows).unbind(1)
     maximum = maxima.amax(0)
-    to_z = reference.topk.rounded(factor, compute, maxima.device)
+    to_z = reference.topk.of_rows(reference.topk.rounded(factor, compute, maxima.device))
     log_sum = ((maxima - maximum) * to_z + log_sums).exp().sum(0).log()
     statistics = torch.stack([maximum, log_sum, maximum * to_z + log_sum])
     statistics = statistics.masked_fill(maximum == -torch.inf, -torch.inf).to(compute)

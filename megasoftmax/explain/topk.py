@@ -24,7 +24,9 @@ class TopkExplanation(Moved):
     k: int
     dtype: torch.dtype
     backward: bool
-    regime: str  # the name in the table of limits.h, or "tile" for short rows in shared memory
+    regime: (
+        str  # the name in the table of limits.h; "tile" or "router" for short rows in shared memory
+    )
     why: str
     vectors: int  # the most that a row can need
     threads: int  # of a block
@@ -47,6 +49,8 @@ def explain_topk(
     *,
     masked: bool = False,
     softcap: bool = False,
+    limits: bool = False,
+    router: bool = False,
     backward: bool = False,
     gpu: Gpu | str = H200,
     multiprocessors: int | None = None,
@@ -61,6 +65,8 @@ def explain_topk(
         dtype: float16, bfloat16 or float32, of logits and probabilities.
         masked: with a bool mask, counted as large as the logits.
         softcap: with a softcap.
+        limits: with a scale of each row, or with top_k, top_p or min_p, as `sample` has them.
+        router: with score="sigmoid" or a selection bias of the columns.
         backward: explains the backward pass.
         gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
         multiprocessors, max_cluster, shared_bytes: in place of the GPU's own.
@@ -70,6 +76,8 @@ def explain_topk(
         BuildError: there is no compiled part and no C++ compiler.
     """
     _check(rows, columns, k, dtype)
+    if router:
+        _check_router(columns, k, dtype, masked or softcap or limits)
     device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
     answer = ask(
         "megasoftmax_topk_plan",
@@ -79,6 +87,8 @@ def explain_topk(
         element_bytes=dtype.itemsize,
         is_masked=masked,
         has_softcap=softcap,
+        has_limits=limits,
+        is_of_router=router,
         is_backward=backward,
         multiprocessors=device.multiprocessors,
         shared_bytes=device.shared_bytes,
@@ -115,12 +125,24 @@ def explain_topk(
 def _why(regime: str, plan: dict[str, int], rows: int) -> str:
     vectors = f"rows of up to {plan['vectors']:,} vectors"
     rows_per_block, blocks_per_row = plan["rows_per_block"], plan["blocks_per_row"]
+    if regime == "router":
+        return "rows whose entries are chosen by other numbers share tiles of shared memory"
     if regime == "tile":
         return f"{vectors}, contiguous and without a mask, share tiles of shared memory"
     if rows_per_block > 1:
         return f"{vectors}: {rows_per_block} share a block"
     blocks = "one block" if blocks_per_row == 1 else f"{blocks_per_row} blocks"
     return f"{vectors}; {rows:,} rows keep the GPU busy with {blocks} each"
+
+
+def _check_router(columns: int, k: int, dtype: torch.dtype, has_options: bool) -> None:
+    limits = kernel_limits().topk
+    most, longest = limits["kTileMaxK"], limits["kRouterMaxColumns"]
+    if k > most or columns > longest or columns * dtype.itemsize % 16 or has_options:
+        raise ValueError(
+            f"router: the kernels take k up to {most} of {longest} columns in whole 16 bytes, and "
+            "no other option"
+        )
 
 
 def _check(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Softmax with top-k."""
+"""Softmax with top-k, and sampling from it."""
 
 from typing import TYPE_CHECKING, Any, Literal, Never, cast, overload
 
@@ -13,9 +13,10 @@ from megasoftmax.functions.calls import (
     call_op,
     cast_for_kernels,
     dtype_of_probabilities,
+    new_seed,
     runs_as_op,
 )
-from megasoftmax.options import TopkOptions, as_number, read_options
+from megasoftmax.options import TopkOptions, as_number, as_rows, check_seed, read_options
 from megasoftmax.tracing import is_traced
 
 if TYPE_CHECKING:
@@ -27,10 +28,15 @@ def softmax_topk(
     logits: Tensor,
     k: int,
     *,
-    scale: float = ...,
+    scale: float | Tensor = ...,
     softcap: float | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    score: Literal["softmax", "sigmoid"] = ...,
+    selection_bias: Tensor | None = ...,
+    top_k: int | Tensor | None = ...,
+    top_p: float | Tensor | None = ...,
+    min_p: float | Tensor | None = ...,
     renormalize: bool = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
@@ -44,10 +50,15 @@ def softmax_topk(
     logits: Tensor,
     k: int,
     *,
-    scale: float = ...,
+    scale: float | Tensor = ...,
     softcap: float | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    score: Literal["softmax", "sigmoid"] = ...,
+    selection_bias: Tensor | None = ...,
+    top_k: int | Tensor | None = ...,
+    top_p: float | Tensor | None = ...,
+    min_p: float | Tensor | None = ...,
     renormalize: bool = ...,
     dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
@@ -61,10 +72,15 @@ def softmax_topk(
     logits: Tensor,
     k: int,
     *unnamed: Never,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     softcap: float | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    selection_bias: Tensor | None = None,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
     renormalize: bool = False,
     dtype: torch.dtype | None = None,
     return_lse: bool = False,
@@ -93,6 +109,24 @@ def softmax_topk(
     * A NaN or +inf that is not excluded makes NaN of all probabilities that are not excluded.
     * A probability of exactly 0 takes its entry out of the backward pass.
 
+    Of the K entries, limits drop some, whose probability is 0. The first entry stays.
+
+    * `top_k` keeps the first so many. Then `top_p` counts in their sum. Without it `top_p` counts
+      in the sum of the whole row: then K is no limit, but a nucleus of more than K entries is cut.
+      A number of a row that is not from 1 to K is no limit.
+    * `top_p` keeps the entries before which the probabilities sum to less than it, `min_p` those
+      with at least this part of the largest probability. This is the order of transformers: top_k,
+      top_p, min_p.
+    * With `renormalize` what is kept sums to 1. The log-sum-exp is over all V. Rows of NaN have no
+      limits.
+
+    With score="sigmoid" the K largest of sigmoid(z) take the place of probabilities, and
+    `renormalize` divides them by their sum, unless that is 0. `selection_bias` is added to the
+    scores where they are chosen and put in order, and not to what is returned. Both are the routers
+    of DeepSeek-V3. An excluded entry has score 0, and ranks last. Neither has limits or `group`,
+    and the sigmoid has no log-sum-exp. Sums of a score and a selection bias that differ by few
+    units in the last place may come in another order on another device.
+
     Differentiable with respect to logits and bias, twice too; incoming gradients are not modified.
     Gradients use the returned probabilities where they are summed over K, and float32 ones
     elsewhere. The same call gives the same bits on the same device, gradients included. In forward
@@ -112,12 +146,19 @@ def softmax_topk(
         logits: [..., V], float16, bfloat16, float32 or float64; any rank from 1 on, any strides.
         k: from 0 to V; kernels serve up to 256. With `group` V is not known on the host: if k
             exceeds V, the further results have probability 0 and index V.
-        scale: factor of the logits, finite; never rounded to their type. 1 / temperature.
+        scale: factor of the logits, finite; never rounded to their type. 1 / temperature. Or a
+            floating tensor that broadcasts to the rows, [...], without a gradient: a row whose
+            scale is not a positive normal float32 below 2.3e38 has NaN.
         softcap: a number from 0 on; None or 0 for none. It bounds the scaled logits, as in
             `softmax`.
         mask: bool, True = excluded, broadcastable to logits, any strides; not materialised.
         bias: floating, broadcastable to logits, any strides. Its gradient, in its own type, is
             summed in float32 over what was broadcast.
+        score: what is returned of the K entries: "softmax" or "sigmoid".
+        selection_bias: floating, broadcastable to logits, without a gradient.
+        top_k: from 1 on, or int32 or int64 that broadcast to the rows; not checked there.
+        top_p, min_p: from 0 to 1, or floating tensors that broadcast to the rows; not checked
+            there. 1 and 0 are none.
         renormalize: the probabilities sum to 1 over the K entries; the log-sum-exp is over all V
             all the same.
         dtype: of the probabilities; by default what torch.softmax would return: the type of the
@@ -146,13 +187,18 @@ def softmax_topk(
         raise checks.misnamed("softmax_topk", 2, unnamed, others)
     if not torch.compiler.is_compiling() and host.calls is not None:
         served = host.calls.softmax_topk(
-            logits, k, scale, softcap, mask, bias, renormalize, dtype, return_lse, group, fused
+            *(logits, k, scale, softcap, mask, bias, score, selection_bias, top_k, top_p, min_p),
+            *(renormalize, dtype, return_lse, group, fused),
         )
         if served is not None:
             return cast(tuple[Tensor, ...], served)
     k = checks.as_integer(k)
-    scale, softcap = as_number("scale", scale), as_number("softcap", softcap)
-    options = TopkOptions(scale, softcap, mask, bias, renormalize, dtype, return_lse, group, fused)
+    softcap = as_number("softcap", softcap)
+    options = TopkOptions(
+        *(as_rows("scale", scale), softcap, mask, bias, score, selection_bias),
+        *(as_rows("top_k", top_k), as_rows("top_p", top_p), as_rows("min_p", min_p)),
+        *(renormalize, dtype, return_lse, group, fused),  # type: ignore[arg-type]
+    )
     options.check(logits, k)
     probabilities, indices, statistics = TopkCall(logits, k, options).run()
     return (probabilities, indices, statistics[2]) if return_lse else (probabilities, indices)
@@ -182,26 +228,58 @@ class TopkCall(Call):
         if self._is_plain():
             return *self._by_torch_softmax(), logits
         implementation, bias = autograd.topk.REFERENCE, options.bias
-        if self.runs_fused():
+        selection_bias = options.selection_bias
+        is_fused = self.runs_fused()
+        if is_fused:
             implementation = ops.topk.IMPLEMENTATION
             bias = cast_for_kernels(bias, logits)
+            if selection_bias is not None:
+                selection_bias = selection_bias.float().reshape(-1)
         elif runs_as_op("logits", logits):
             implementation = ops.topk.IMPLEMENTATION
         operands = (
-            *(logits, self.k, options.scale, options.softcap or 0.0),
+            *(logits, self.k, cast(float, options.with_one_scale().scale), options.softcap or 0.0),
             *(options.mask, bias, options.renormalize),
-            dtype_of_probabilities(logits, options.dtype),
+            *(dtype_of_probabilities(logits, options.dtype), False, *self._of_rows(is_fused)),
+            *(options.score == "sigmoid", selection_bias),
         )
         if options.group is not None:
-            given = reference.topk.ForwardArguments(*operands, candidates=False)
+            given = reference.topk.ForwardArguments(*operands)
             return vocabulary.softmax_topk(implementation, options.group, given)
         needs_gradient = torch.is_grad_enabled() and (
             logits.requires_grad or (bias is not None and bias.requires_grad)
         )
         found: tuple[Tensor, Tensor, Tensor] = call_op(
-            autograd.topk.call, implementation, needs_gradient, *operands, False
+            autograd.topk.call, implementation, needs_gradient, *operands
         )
         return found
+
+    def sample(self, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices that are drawn, and probabilities and indices of the K entries."""
+        logits, options = self.tensor.detach(), self.options
+        is_fused = self.runs_fused()
+        function: Any = reference.topk.softmax_topk_sample
+        if is_fused or not logits.is_cuda:  # on a GPU the op has kernels alone
+            function = ops.topk.sample
+        row_scale, *limits = self._of_rows(is_fused)
+        found: tuple[Tensor, Tensor, Tensor] = function(
+            *(logits, self.k, options.with_one_scale().scale, row_scale, options.mask, *limits),
+            seed,
+        )
+        return found
+
+    def _of_rows(self, is_fused: bool) -> tuple[Any, ...]:
+        """The scale of each row, and each limit as a number and as a tensor, for ops."""
+        options = self.options
+
+        def operands(name: str, none: float) -> tuple[Any, Tensor | None]:
+            given = getattr(options, name)
+            if not isinstance(given, Tensor):
+                return none if given is None else given, None
+            return none, _rows_for_kernels(given) if is_fused else given
+
+        limits = (*operands("top_k", 0), *operands("top_p", 1.0), *operands("min_p", 0.0))
+        return operands("scale", 1.0)[1], *limits
 
     def _is_plain(self) -> bool:
         """Whether it is on a CPU, without options and gradients, and returns no log-sum-exp."""
@@ -209,7 +287,11 @@ class TopkCall(Call):
         return (
             logits.is_cpu
             and self.k > 0
+            and not isinstance(options.scale, Tensor)
             and options.scale > 0
+            and not options.has_limits()
+            and options.score == "softmax"
+            and options.selection_bias is None
             and not options.softcap
             and options.mask is None
             and options.bias is None
@@ -234,6 +316,144 @@ class TopkCall(Call):
         return probabilities.to(options.dtype or logits.dtype), indices
 
 
+def _rows_for_kernels(rows: Tensor) -> Tensor:
+    """In float32 or int32."""
+    if rows.is_floating_point():
+        return rows.float()
+    if rows.dtype == torch.int32:
+        return rows
+    return rows.clamp(0, torch.iinfo(torch.int32).max).to(torch.int32)
+
+
+@overload
+def sample(
+    logits: Tensor,
+    k: int,
+    *,
+    scale: float | Tensor = ...,
+    mask: Tensor | None = ...,
+    top_k: int | Tensor | None = ...,
+    top_p: float | Tensor | None = ...,
+    min_p: float | Tensor | None = ...,
+    seed: Tensor | None = ...,
+    return_probabilities: Literal[False] = ...,
+    fused: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def sample(
+    logits: Tensor,
+    k: int,
+    *,
+    scale: float | Tensor = ...,
+    mask: Tensor | None = ...,
+    top_k: int | Tensor | None = ...,
+    top_p: float | Tensor | None = ...,
+    min_p: float | Tensor | None = ...,
+    seed: Tensor | None = ...,
+    return_probabilities: Literal[True],
+    fused: bool | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@checks.takes_options_by_name
+def sample(
+    logits: Tensor,
+    k: int,
+    *unnamed: Never,
+    scale: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    seed: Tensor | None = None,
+    return_probabilities: bool = False,
+    fused: bool | None = None,
+    **others: Never,
+) -> Tensor | tuple[Tensor, ...]:
+    """One index of each row, drawn from the K largest probabilities of a softmax.
+
+    The distribution is that of `softmax_topk` with these options and renormalize=True, in float32:
+    of the whole softmax what is among the K largest and within the limits. One launch reads the
+    logits once and draws.
+
+    An index is drawn by a number from 0 to 1, a function of the seed and of the number of the row,
+    the same on CPU and GPU: Philox 4x32 with 7 rounds, see `reference.topk.uniform`. The first
+    entry up to which the probabilities sum to more than the number is taken, in the order of
+    `softmax_topk`. So the same seed gives the same index, except where a sum and the number differ
+    by rounding alone. It has no gradient.
+
+    A row of NaN, or without a visible entry, gives its first index.
+
+    Args:
+        logits: [..., V], float16, bfloat16, float32 or float64; any rank from 1 on, any strides.
+        k: from 1 to V; kernels serve up to 256. Without `top_k` it is no limit of the distribution:
+            take it as large as a nucleus can be.
+        scale, mask, top_k, top_p, min_p: as in `softmax_topk`. scale=1 / temperature. A row is
+            drawn greedily with top_k 1. Top-k and top-p of transformers, vLLM and FlashInfer are
+            `sample(logits, 50, top_k=50, top_p=0.9)`.
+        seed: int64, one element, on the device of the logits; None draws one by torch's generator.
+            Take another one for each step: equal seeds and rows draw by equal numbers.
+        return_probabilities: also return the distribution.
+        fused: as in `softmax_topk`.
+
+    Returns:
+        Indices int64 [...]. With return_probabilities also the probabilities of the K entries,
+        float32 (float64 for float64 logits) [..., K], largest first, and their indices [..., K].
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or `fused` is True and the call cannot
+            run fused; names the argument, what was expected and what came. Nothing was launched.
+    """
+    if unnamed or others:
+        raise checks.misnamed("sample", 2, unnamed, others)
+    if seed is not None and not torch.compiler.is_compiling() and host.calls is not None:
+        served = host.calls.sample(
+            *(logits, k, scale, mask, top_k, top_p, min_p, seed, return_probabilities, fused)
+        )
+        if served is not None:
+            return cast(Any, served)
+    given = {"scale": scale, "mask": mask, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    call = _sampling(logits, k, {**given, "fused": fused})
+    checks.check_flag("return_probabilities", return_probabilities)
+    if seed is None:
+        seed = new_seed(logits.device)
+    else:
+        check_seed(seed, "logits", logits)
+    found = call.sample(seed)
+    return found if return_probabilities else found[0]
+
+
+def sample_reasons(
+    logits: Tensor,
+    k: int,
+    *unnamed: Any,
+    seed: Tensor | None = None,
+    return_probabilities: bool = False,
+    **given: Any,
+) -> tuple[Reason, ...]:
+    if unnamed:
+        raise checks.misnamed("sample", 2, unnamed, {})
+    return _sampling(logits, k, given).reasons()
+
+
+def _sampling(logits: Tensor, k: int, given: dict[str, Any]) -> TopkCall:
+    """The valid call of softmax_topk whose distribution `sample` draws from."""
+    for name in given:
+        if name not in ("scale", "mask", "top_k", "top_p", "min_p", "fused"):
+            raise checks.misnamed("sample", 2, (), {name: given[name]})
+    options = read_options(TopkOptions, "sample", 2, (), given)
+    options = options._replace(renormalize=True)
+    k = checks.as_integer(k)
+    options.check(logits, k)
+    if k < 1:
+        raise ValueError(f"k: expected an integer from 1 to {logits.shape[-1]}, got {k}")
+    if hasattr(logits, "device_mesh"):
+        raise TypeError("logits: expected no DTensor, got one; sample of each of its shards")
+    return TopkCall(logits, k, options)
+
+
 def topk_reasons(logits: Tensor, k: int, *unnamed: Any, **given: Any) -> tuple[Reason, ...]:
     options = read_options(TopkOptions, "softmax_topk", 2, unnamed, given)
     k = checks.as_integer(k)
@@ -242,3 +462,4 @@ def topk_reasons(logits: Tensor, k: int, *unnamed: Any, **given: Any) -> tuple[R
 
 
 topk_reasons.__qualname__ = "softmax_topk"  # in the error of a call without logits
+sample_reasons.__qualname__ = "sample"

@@ -14,16 +14,16 @@ from megasoftmax.functions.attention import (
 )
 from megasoftmax.functions.sdpa import scaled_dot_product_attention, sdpa_reasons
 from megasoftmax.functions.softmax import softmax, softmax_reasons
-from megasoftmax.functions.topk import softmax_topk, topk_reasons
+from megasoftmax.functions.topk import sample, sample_reasons, softmax_topk, topk_reasons
 
 
 def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> Reasons:
     """Why `function(*args, **kwargs)` would not run fused.
 
     Args:
-        function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, `megasoftmax.attention`,
-            `megasoftmax.attention_varlen`, `megasoftmax.scaled_dot_product_attention`, or a module
-            of this package.
+        function: `megasoftmax.softmax`, `megasoftmax.softmax_topk`, `megasoftmax.sample`,
+            `megasoftmax.attention`, `megasoftmax.attention_varlen`,
+            `megasoftmax.scaled_dot_product_attention`, or a module of this package.
         args, kwargs: what it would be called with; `fused` makes no difference.
 
     Returns:
@@ -40,6 +40,8 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> Reasons:
         return _without_sdpa("softmax", softmax_reasons(*args, **kwargs))
     if function is softmax_topk:
         return _without_sdpa("softmax_topk", topk_reasons(*args, **kwargs))
+    if function is sample:
+        return _without_sdpa("sample", sample_reasons(*args, **kwargs))
     if function is attention:
         return attention_reasons(*args, **kwargs)
     if function is attention_varlen:
@@ -51,8 +53,9 @@ def why_not_fused(function: Any, *args: Any, **kwargs: Any) -> Reasons:
         is_complete = isinstance(found, Reasons)
         return found if is_complete else _without_sdpa(type(function).__name__, found)
     raise TypeError(
-        "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.attention, "
-        "megasoftmax.attention_varlen, megasoftmax.scaled_dot_product_attention or a module of "
+        "function: expected megasoftmax.softmax, megasoftmax.softmax_topk, megasoftmax.sample, "
+        "megasoftmax.attention, megasoftmax.attention_varlen, "
+        "megasoftmax.scaled_dot_product_attention or a module of "
         f"megasoftmax, got {checks.kind(function)}"
     )
 

@@ -9,7 +9,9 @@ from megasoftmax.autograd.function import Implementation
 from megasoftmax.autograd.topk import BACKWARD, FORWARD
 from megasoftmax.ops.registration import (
     below_autograd,
+    define,
     define_differentiable,
+    fake,
     implement,
     schema_of,
     trace,
@@ -18,12 +20,16 @@ from megasoftmax.reference.softmax import accumulation_dtype
 from megasoftmax.reference.topk import (
     BackwardArguments,
     ForwardArguments,
+    SampleArguments,
     softmax_topk_backward,
     softmax_topk_forward,
+    softmax_topk_sample,
 )
 
 _forward = define_differentiable(schema_of(softmax_topk_forward, "(Tensor, Tensor, Tensor)"))
 _backward = define_differentiable(schema_of(softmax_topk_backward, "Tensor"))
+
+sample = define(schema_of(softmax_topk_sample, "(Tensor, Tensor, Tensor)"))
 
 # Below autograd.
 IMPLEMENTATION = Implementation(below_autograd(_forward), below_autograd(_backward))
@@ -50,3 +56,18 @@ implement(_forward, softmax_topk_forward)
 trace(_forward, _fake_forward, FORWARD, _traced)
 implement(_backward, softmax_topk_backward)
 trace(_backward, _fake_backward, BACKWARD, _traced)
+
+
+def _fake_sample(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = SampleArguments(*args)
+    logits = given.logits
+    rows, dtype = logits.shape[:-1], accumulation_dtype(logits.dtype)
+    return (
+        logits.new_empty(rows, dtype=torch.int64),
+        logits.new_empty((*rows, given.k), dtype=dtype),
+        logits.new_empty((*rows, given.k), dtype=torch.int64),
+    )
+
+
+implement(sample, softmax_topk_sample)
+fake(sample, _fake_sample)

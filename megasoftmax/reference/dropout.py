@@ -76,7 +76,7 @@ def kept(
         return torch.ones((*heads.shape, queries, keys), dtype=torch.bool, device=device)
     rows = torch.arange(below, below + count, device=device)
     numbers = heads.reshape(-1)
-    low_key, high_key = seed.reshape(()) & _MASK, (seed.reshape(()) >> 32) & _MASK
+    low_key, high_key = halves_of(seed)
 
     def part(numbers: Tensor, rows: Tensor) -> Tensor:
         return _kept(low_key, high_key, threshold(dropout), numbers, rows, columns)
@@ -115,6 +115,26 @@ def _is_eager_on_cpu(tensor: Tensor) -> bool:
     return tensor.is_cpu and not torch.compiler.is_compiling()
 
 
+def halves_of(seed: Tensor) -> tuple[Tensor, Tensor]:
+    """The low and the high 32 bits of a seed, the key of Philox."""
+    return seed.reshape(()) & _MASK, (seed.reshape(()) >> 32) & _MASK
+
+
+def philox(
+    low_key: Tensor, high_key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The words of Philox 4x32 with 7 rounds, of counters in int64.
+
+    The second and the fourth word have further bits above their 32.
+    """
+    for i in range(_ROUNDS):
+        left, right = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        k0, k1 = low_key + i * _WEYL[0], high_key + i * _WEYL[1]
+        c0, c2 = _next(right, c1, k0), _next(left, c3, k1)
+        c1, c3 = right, left
+    return c0, c1, c2, c3
+
+
 def _next(product: Tensor, word: Tensor, key: Tensor) -> Tensor:
     """The exclusive or of the high half of a product, a word and a key, in 32 bits.
 
@@ -140,12 +160,7 @@ def _kept(
     c0 = torch.arange(columns, device=device).view(-1, 1)
     c1, c2 = rows.view(-1, 1, 1, 1), heads.view(-1, 1, 1, 1, 1)
     c3 = 8 * eight.view(-1, 1, 1) + eight
-    for i in range(_ROUNDS):
-        left, right = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        k0, k1 = low_key + i * _WEYL[0], high_key + i * _WEYL[1]
-        c0, c2 = _next(right, c1, k0), _next(left, c3, k1)
-        c1, c3 = right, left
-    words = (c0, c1, c2, c3)
+    words = philox(low_key, high_key, c0, c1, c2, c3)
     halves = [(word & bits) >= (least << shift) for word in words for shift, bits in _HALVES]
     # Moves 8 neighbours at a time, which lie together in the result too, as one int64. torch.vmap
     # has no rule for such views before torch 2.13, nor torch.compile in 2.11.
