@@ -21,6 +21,14 @@ def is_traced() -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """Whether torch.export runs. Code that torch up to 2.11 compiles takes torch's own for true."""
+    return torch.compiler.is_exporting()
+
+
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as library.load
+
+
 def may_keep(device: torch.device) -> bool:
     """Whether a result on a device may serve later calls; a CUDA graph would lack what made it."""
     if is_traced():

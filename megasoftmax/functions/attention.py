@@ -35,7 +35,7 @@ from megasoftmax.options import (
     read_options,
     sink_operands,
 )
-from megasoftmax.tracing import in_jit_trace
+from megasoftmax.tracing import in_jit_trace, is_exporting
 
 
 @overload
@@ -373,7 +373,7 @@ class AttentionCall(Call):
         """Who computes; raises where it must be kernels and cannot be."""
         if self.runs_fused():
             return ops.attention.IMPLEMENTATION
-        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        compiled = torch.compiler.is_compiling() and not is_exporting()
         # Compiled, an op would drop tangents.
         if (
             (compiled and forward_ad._current_level < 0)

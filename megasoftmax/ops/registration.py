@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megasoftmax.autograd.function import Implementation, Rules
 from megasoftmax.build import library
+from megasoftmax.tracing import is_exporting
 
 # The name of the package: a copy that is imported under another name has ops of its own.
 NAMESPACE = __package__.rpartition(".")[0]
@@ -128,7 +129,7 @@ def below_autograd(op: Any) -> Callable[..., Any]:
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args)
         is_plain = type(args[0]) in (torch.Tensor, torch.nn.Parameter)
-        keeps_rules = not is_plain or torch.compiler.is_exporting() or _is_transformed()
+        keeps_rules = not is_plain or is_exporting() or _is_transformed()
         return (op if keeps_rules else other)(*args)
 
     return call
