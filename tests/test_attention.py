@@ -512,7 +512,9 @@ SHARING: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
         *((torch.float32, dims) for dims in ((24, 24), (64, 64), (40, 128))),
     ],
 )
-@pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (197, 197), (130, 20), (40, 300)])
+@pytest.mark.parametrize(
+    "lengths", [(49, 49), (64, 64), (197, 197), (130, 20), (40, 300), (190, 380)]
+)
 def test_gradients_of_shared_biases_in_order(
     lengths: tuple[int, int], dtype: torch.dtype, dims: tuple[int, int], sharing: str
 ) -> None:
@@ -604,7 +606,13 @@ def test_gradients_of_whole_heads(
         "keys of heads": {"mask": of_heads},
         "padding": {"mask": padded[:, None, None], "sink": 0.5},
         "no bias": {},
+        "bias of all heads": {"bias": bias.detach()[:, :1].requires_grad_()},
+        "large logits": {"bias": bias, "scale": 20.0},
+        "large logits without a bias": {"scale": 20.0, "sink": 300.0},
     }
+    if torch.cuda.get_device_properties("cuda").multi_processor_count == 132:  # H100 and H200
+        sizes = {"keys": keys, "value_dim": dims[1], "backward": True}
+        assert explain_attention(batch, heads, queries, dims[0], **sizes).several_heads
     for what, options in cases.items():
         check(q, k, v, **options, what=what)
     leaves = [each.detach().requires_grad_() for each in (q, k, v, bias)]

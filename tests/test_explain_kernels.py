@@ -146,7 +146,7 @@ def test_gradients_of_many_heads_take_whole_heads(
     assert found.several_heads
     assert found.tile_keys == tile_keys
     assert found.blocks == 132
-    assert f"{4 * tokens} heads: a block takes several" in found.why
+    assert f"{4 * tokens} heads: a block takes whole ones" in found.why
     for other in (
         {"batches": 20},  # fewer than multiprocessors
         {"head_dim": 40},

@@ -54,7 +54,7 @@ LAYERS = {
     "reference": {"tracing"},
     "autograd": {"reference", "tracing"},
     # The reference is every op's CPU implementation.
-    "ops": {"build", "autograd", "limits", "reference"},
+    "ops": {"build", "autograd", "limits", "reference", "tracing"},
     "distributed": {"autograd", "checks", "ops", "reference"},
     "host": {"autograd", "biases", "build", "dispatch", "ops"},
     "autocast": set(),

@@ -191,8 +191,9 @@ inline constexpr AttentionHopperHeadsTile kAttentionHopperHeadsTiles[] = {
 };
 // clang-format on
 // A unit of keys of a head takes the time of kKeysOfUnit keys more than its keys. Whole heads are
-// faster than Hopper's other kernels where a launch fills kFilledPercentOfHeads of their rounds,
-// units and tiles of queries, and faster than the portable ones from the last number on.
+// taken where a launch fills enough of their rounds, units and tiles of queries:
+// kFilledPercentOfHeads if Hopper's other kernels would run, kFilledPercentOfHeadsAlone if the
+// portable ones would.
 inline constexpr int kKeysOfUnit = 256;
 inline constexpr int kFilledPercentOfHeads = 70, kFilledPercentOfHeadsAlone = 50;
 

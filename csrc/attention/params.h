@@ -153,8 +153,9 @@ struct alignas(16) RowOfBackward {
   float next_delta;  // of the next query of the head
 };
 
-// The same of two neighbouring queries. Weights are 2^(log2(e) * logit - offset). NaN: the offset
-// is so large that its rounding would show, and RowOfBackward must be used.
+// What a backward needs of two neighbouring rows. Weights are 2^(log2(e) * logit - offset). An
+// offset is infinite for a row without a visible key, and NaN where it exceeds kMostOffset: its
+// rounding would show, and RowOfBackward must be used.
 struct alignas(16) PairOfRows {
   float offsets[2], deltas[2];
 };

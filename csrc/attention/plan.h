@@ -84,9 +84,9 @@ struct ForwardPlan : AttentionPlan {
   }
 };
 
-// How the gradient of a bias is made in order: by a row of kAttentionBiasGradientTiles, or of
-// kAttentionHopperBiasGradientTiles, with so many steps in shared memory at a time, and from so
-// many parts.
+// How the gradient of a bias is made in order: by which row of kAttentionBiasGradientTiles, or of
+// kAttentionHopperBiasGradientTiles, from how many parts, and with how many steps in shared memory
+// at a time, which Hopper's kernel does not ask.
 struct BiasGradientPlan {
   BackendId backend = BackendId::kSm80;
   int tile = 0, stages = 1, parts = 1;

@@ -35,7 +35,7 @@ class AttentionExplanation:
 
     backward: bool
     kernel: str  # "forward", "decode" (up to 16 queries) or "backward"
-    several_heads: bool  # a block takes several whole heads one after the other
+    several_heads: bool  # a block takes several whole heads
     dtype: torch.dtype
     hopper: bool  # the kernels for compute capability 9.0 alone run, not the portable ones
     why: str
@@ -194,7 +194,7 @@ def explain_attention(
     return AttentionExplanation(
         backward=backward,
         kernel=kernel,
-        several_heads=bool(plan.is_small or plan.takes_heads),
+        several_heads=bool(plan.is_small or (plan.takes_heads and plan.blocks < batches * heads)),
         dtype=dtype,
         hopper=bool(plan.is_hopper),
         why=_why(kernel, plan, call),
@@ -236,7 +236,7 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
             f"at most {plan.tile_queries} queries and keys: a block takes several heads{kept}"
         ]
     if plan.takes_heads:
-        reasons += [f"{call.batches * call.heads} heads: a block takes several, with all keys"]
+        reasons += [f"{call.batches * call.heads} heads: a block takes whole ones"]
     if plan.splits > 1:
         reasons += [f"{plan.splits} blocks share the keys of a tile of queries"]
     head_dim = max(call.head_dim, call.value_dim)

@@ -17,14 +17,9 @@
 #include "../params.h"
 #include "plan.h"
 #include "ptx.cuh"
+#include "tensor_map.h"
 
 namespace megasoftmax {
-
-// Maps of boxes of 32 columns, of the queries of a step and of 128 keys. The bias has boxes of the
-// queries of a step and 64 keys.
-struct HeadsTensorMaps {
-  CUtensorMap query, key, value, output_gradient, bias;
-};
 
 template <bool kHasBias, int kIndex>
 struct HopperHeadsMemory {
@@ -91,8 +86,8 @@ struct HopperHeadsMemory {
   }
 };
 
-// The units of a block: heads, batches that share a bias one after the other, and of each head its
-// keys from the first one on.
+// The units of a block: of its heads the keys from the first one on. Blocks that run at a time take
+// batches that share a bias.
 template <int kKeys>
 struct UnitsOfBlock {
   int item = static_cast<int>(blockIdx.x);  // counts heads
@@ -149,29 +144,31 @@ __device__ __forceinline__ void store_rows_of_lane(const float (&results)[4][4],
 // The copying warp.
 template <class T, bool kHasBias, int kIndex>
 __device__ __forceinline__ void copy_heads(const AttentionBackwardParams& params,
-                                           const HeadsTensorMaps& maps,
+                                           const NarrowTensorMaps& maps,
                                            const HopperHeadsMemory<kHasBias, kIndex>& memory) {
   using Memory = HopperHeadsMemory<kHasBias, kIndex>;
   extern __shared__ __align__(1024) char shared_memory[];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int step = 0;
   for (UnitsOfBlock<Memory::kKeys> unit; unit.are_left(params); unit.advance(params)) {
-    const int keys = unit.number % 2;
+    const int key_buffer = unit.number % 2;
     int head, batch;
     unit.place(params, batch, head);
-    memory.keys_are_used(keys).wait((unit.number / 2 & 1) ^ 1);
+    memory.keys_are_used(key_buffer).wait((unit.number / 2 & 1) ^ 1);
     if (lane == 0) {
-      const Barrier there = memory.keys_are_there(keys);
+      const Barrier there = memory.keys_are_there(key_buffer);
       there.arrive_and_expect(2 * Memory::kKeyBytes);
       for (int i = 0; i < Memory::kWarpgroups; ++i) {
         const int offset = i * 128 * Memory::kRowBytes, row = unit.first_key + 128 * i;
-        start_copy_of_box(memory.keys(keys) + offset, maps.key, there, 0, row, head, batch);
-        start_copy_of_box(memory.values(keys) + offset, maps.value, there, 0, row, head, batch);
+        start_copy_of_box(memory.keys(key_buffer) + offset, maps.key, there, 0, row, head, batch);
+        start_copy_of_box(memory.values(key_buffer) + offset, maps.value, there, 0, row, head,
+                          batch);
       }
     }
     for (int query = 0; query < params.queries; query += Memory::kQueries, ++step) {
       const int stage = step % Memory::kStages, buffer = step % 2;
       const int rows = min(Memory::kQueries, params.queries - query);
+      __syncwarp();  // lanes wait for the same phases
       memory.stage_is_used(stage).wait((step / Memory::kStages & 1) ^ 1);
       if (rows < Memory::kQueries) {  // weights of what lies beyond the last query are 0
         for (int i = rows + lane; i < Memory::kQueries; i += 32) {
@@ -239,7 +236,7 @@ __device__ __forceinline__ void multiply_heads(const AttentionBackwardParams& pa
   for (UnitsOfBlock<Memory::kKeys> unit; unit.are_left(params); unit.advance(params)) {
     const int buffer_of_keys = unit.number % 2;
     const int first_key = unit.first_key + 128 * warpgroup;
-    const uint32_t own_keys = memory.keys(unit.number % 2) + 2 * warpgroup * kHalfBytes;
+    const uint32_t own_keys = memory.keys(buffer_of_keys) + 2 * warpgroup * kHalfBytes;
     const auto keys = [&](int half) { return own_keys + half * kHalfBytes; };
     const auto values = [&](int half) { return keys(half) + Memory::kKeyBytes; };
     int batch, head;
@@ -255,7 +252,7 @@ __device__ __forceinline__ void multiply_heads(const AttentionBackwardParams& pa
         bits = __ldg(params.block_mask.of(batch, head) + params.block_mask.layout.bits() +
                      warp_key / 32) >>
                warp_key % 32;
-      // What was there must not make NaN of a weight of 0.
+      // An excluded key that is NaN would make 0 * NaN.
       for (int i = lane(); i < 16 * 4; i += 32) {
         if ((bits >> i / 4 & 1) == 0) continue;
         const uint32_t at = 16 * warp() * kRowBytes + 16 * i;
@@ -304,7 +301,7 @@ __device__ __forceinline__ void multiply_heads(const AttentionBackwardParams& pa
       touch(sum);
       __syncwarp();
       if (lane() == 0) memory.scores_are_used(buffer).arrive();
-      if (has_part) {  // which all warps have written before these scores
+      if (has_part) {  // every warp arrived at these scores after it had written its part
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
           const float4 four = __ldcg(part(n));
@@ -468,7 +465,7 @@ __device__ __forceinline__ void multiply_heads(const AttentionBackwardParams& pa
 template <class T, bool kHasBias, int kIndex>
 __global__ void __launch_bounds__(kAttentionHopperHeadsTiles[kIndex].threads(), 1)
     attention_hopper_heads_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
-                                           const __grid_constant__ HeadsTensorMaps maps) {
+                                           const __grid_constant__ NarrowTensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Memory = HopperHeadsMemory<kHasBias, kIndex>;
   extern __shared__ __align__(1024) char shared_memory[];

@@ -12,14 +12,9 @@
 #include "../params.h"
 #include "plan.h"
 #include "ptx.cuh"
+#include "tensor_map.h"
 
 namespace megasoftmax {
-
-// Maps of boxes of 32 columns, of the queries and the keys of a tile. The bias has boxes of 64
-// queries and 64 keys.
-struct BiasGradientTensorMaps {
-  CUtensorMap query, key, value, output_gradient, bias;
-};
 
 template <int kIndex>
 struct HopperBiasGradientMemory {
@@ -93,8 +88,8 @@ struct TileOfBias {
 // The copying thread.
 template <class Memory>
 __device__ __forceinline__ void copy_members(const AttentionBackwardParams& params,
-                                             const BiasGradientTensorMaps& maps,
-                                             const Memory& memory, const TileOfBias<Memory>& tile) {
+                                             const NarrowTensorMaps& maps, const Memory& memory,
+                                             const TileOfBias<Memory>& tile) {
   const BiasMembers& members = tile.members;
   const int query = tile.first_query, key = tile.first_key;
   memory.bias_is_there().arrive_and_expect(Memory::kBiasBytes);
@@ -244,7 +239,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
 template <class T, bool kMasksKeys, int kIndex>
 __global__ void __launch_bounds__(kAttentionHopperBiasGradientTiles[kIndex].threads(), 1)
     attention_hopper_bias_gradient_kernel(const __grid_constant__ AttentionBackwardParams params,
-                                          const __grid_constant__ BiasGradientTensorMaps maps) {
+                                          const __grid_constant__ NarrowTensorMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Memory = HopperBiasGradientMemory<kIndex>;
   extern __shared__ __align__(1024) char shared_memory[];

@@ -171,9 +171,9 @@ bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
   return is_there;
 }
 
-// Maps of boxes of 32 columns: so many queries, and 128 keys.
-template <class Maps>
-cudaError_t make_narrow_maps(Maps& maps, const AttentionBackwardParams& params, int box_queries) {
+// All but the bias. `box_queries`: rows of a box of queries.
+inline cudaError_t make_narrow_maps(NarrowTensorMaps& maps, const AttentionBackwardParams& params,
+                                    int box_queries) {
   const auto make = [&](CUtensorMap& map, const Strided& tensor, int64_t heads, int rows,
                         int columns, int box_rows) {
     return make_tensor_map(map, tensor, params.batches, heads, rows, columns, box_rows, 64);
@@ -196,7 +196,7 @@ cudaError_t launch_heads(const BackwardLaunch& launch, cudaStream_t stream) {
       MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
       AttentionBackwardParams params = launch.params;
       params.order = TileOrder(1, params.batches, 1);
-      HeadsTensorMaps maps;
+      NarrowTensorMaps maps;
       MEGASOFTMAX_RETURN_IF_ERROR(make_narrow_maps(maps, params, Memory::kQueries));
       if constexpr (kHasBias)
         MEGASOFTMAX_RETURN_IF_ERROR(
@@ -224,7 +224,7 @@ cudaError_t launch_bias_gradient(Sm90, const BackwardLaunch& launch, cudaStream_
                                divide_up(params.queries, Memory::kQueries) *
                                divide_up(params.keys, Memory::kKeys);
         if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-        BiasGradientTensorMaps maps;
+        NarrowTensorMaps maps;
         MEGASOFTMAX_RETURN_IF_ERROR(make_narrow_maps(maps, params, Memory::kQueries));
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
         return megasoftmax::launch(kernel, dim3(static_cast<unsigned>(blocks)),

@@ -97,11 +97,13 @@ int hopper_tile_for(const TileShape (&tiles)[kCount], const AttentionParams& par
   return -1;
 }
 
+// What `count` things fill of tiles of `of_tile`.
+inline double filled_part(int64_t count, int64_t of_tile) {
+  return static_cast<double>(count) / static_cast<double>(round_up(count, of_tile));
+}
+
 // Whether tiles of so many queries and keys are faster than those of the portable kernels.
 inline bool are_faster(const AttentionParams& params, int queries, int keys) {
-  const auto filled_part = [](int count, int of_tile) {
-    return static_cast<double>(count) / static_cast<double>(round_up<int64_t>(count, of_tile));
-  };
   if (std::max(params.head_dim, params.value_dim) > kSmallHeadDim) return true;
   return params.queries > 0 &&
          100 * filled_part(params.queries, queries) * filled_part(params.keys, keys) >=
@@ -184,9 +186,8 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
 inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
     const AttentionBackwardParams& params, const Device& device) {
   using Tile = AttentionHopperBiasGradientTile;
-  if (std::max(params.head_dim, params.value_dim) > Tile::head_dim ||
-      hopper_bias(params) != HopperBias::kTile || params.bias.type != params.query.type ||
-      params.window_left >= 0 || params.window_right >= 0 ||
+  if (std::max(params.head_dim, params.value_dim) > Tile::head_dim || params.window_left >= 0 ||
+      params.window_right >= 0 ||
       hopper_mask(static_cast<const AttentionParams&>(params)) == HopperMask::kAny)
     return {};
   BiasGradientPlan plan;
@@ -217,21 +218,19 @@ inline int hopper_heads_tile(const AttentionBackwardParams& params, const Device
       hopper_mask(params) == HopperMask::kAny)
     return -1;
   const int64_t heads = params.batches * params.heads;
-  if (heads == 0 || heads > INT32_MAX) return -1;
+  // Blocks count heads, and go beyond the last one.
+  if (heads == 0 || heads > INT32_MAX - device.multiprocessors) return -1;
   // Time of a head, in units of what a key takes.
   int best = 0;
   int64_t least = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kAttentionHopperHeadsTiles)); ++index) {
     const AttentionHopperHeadsTile& tile = kAttentionHopperHeadsTiles[index];
-    const int64_t time = divide_up(params.keys, tile.keys()) * (tile.keys() + kKeysOfUnit);
+    const int64_t time = divide_up<int64_t>(params.keys, tile.keys()) * (tile.keys() + kKeysOfUnit);
     if (time >= least) continue;
     best = index;
     least = time;
   }
   // What is filled of the rounds of the blocks, of the units, and of the tiles of queries.
-  const auto filled_part = [](int64_t count, int64_t of_block) {
-    return static_cast<double>(count) / static_cast<double>(round_up(count, of_block));
-  };
   const AttentionHopperHeadsTile& tile = kAttentionHopperHeadsTiles[best];
   const double filled = filled_part(heads, device.multiprocessors) *
                         filled_part(params.keys, tile.keys()) *

@@ -51,4 +51,10 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const Strided& tensor, int6
   return static_cast<cudaError_t>(result);  // the runtime's errors have the driver's numbers
 }
 
+// Maps for head dimensions up to 32: boxes of 32 columns, of queries and of 128 keys. The bias has
+// boxes of 64 queries and 64 keys.
+struct NarrowTensorMaps {
+  CUtensorMap query, key, value, output_gradient, bias;
+};
+
 }  // namespace megasoftmax
