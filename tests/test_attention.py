@@ -588,7 +588,7 @@ def test_gradients_of_whole_heads(
     lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """A block takes several heads, each in one or more units of keys, if there are many heads."""
-    _, keys = lengths
+    queries, keys = lengths
     batch, heads = 66, 4
     shape = {"batch": batch, "heads": (heads, heads), "lengths": lengths, "dims": dims}
     q, k, v = tensors("cuda", dtype, **shape)
