@@ -2,12 +2,15 @@
 
 import functools
 
+import processes
 import pytest
 import torch
 from inputs import DTYPES, coin, normal
 
 import megasoftmax
+from megasoftmax import ops
 from megasoftmax.limits import kernel_limits
+from megasoftmax.reference.topk import ForwardArguments
 
 INF, NAN = torch.inf, torch.nan
 LIMITS = kernel_limits().topk
@@ -134,6 +137,33 @@ def test_selection_bias_is_not_returned(device):
     p, indices = topk_on(device)(logits, 2, selection_bias=bias, renormalize=True)
     assert indices.tolist() == [[0, 3]]
     torch.testing.assert_close(p, logits.gather(-1, indices).softmax(-1))
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0)])
+def test_vmap(dims, device, monkeypatch):
+    """Kernels get one bias for all rows, also of examples that have their own."""
+    if device == "cpu":
+        processes.let_ops_serve_cpus(monkeypatch.setattr)
+    implementation, seen = ops.topk.IMPLEMENTATION, []
+
+    def forward(*args):
+        seen.append(ForwardArguments(*args).selection_bias.shape)
+        return implementation.forward(*args)
+
+    monkeypatch.setattr(ops.topk, "IMPLEMENTATION", implementation._replace(forward=forward))
+    logits, bias = normal(5, 4, 64, device=device), normal(5, 64, device=device, seed=2)
+
+    def call(logits, bias):
+        options = {"score": "sigmoid", "selection_bias": bias, "renormalize": True}
+        return megasoftmax.softmax_topk(logits, 6, fused=True, **options)
+
+    given = [each if dim == 0 else each[0] for each, dim in zip((logits, bias), dims, strict=True)]
+    found = torch.vmap(call, dims)(*given)
+    expanded = (given[0].expand(5, 4, 64), given[1].expand(5, 64))
+    wanted = [call(*each) for each in zip(*expanded, strict=True)]
+    for actual, expected in zip(found, zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected))
+    assert set(seen) == {(64,)}
 
 
 def test_with_other_options_in_plain_torch(device):
