@@ -21,6 +21,7 @@ from megasoftmax.checks import (
     check_floating,
     check_layout,
     check_least_rank,
+    checked_integer,
     is_integer,
     kind,
     misnamed,
@@ -153,10 +154,7 @@ class TopkOptions(NamedTuple):
         if isinstance(self.top_k, Tensor):
             _check_of_rows("top_k", self.top_k, logits, is_integer=True)
         elif self.top_k is not None:
-            if not is_integer(self.top_k):
-                raise TypeError(f"top_k: expected None or an integer, got {kind(self.top_k)}")
-            if self.top_k < 1:
-                raise ValueError(f"top_k: expected an integer from 1 on, got {self.top_k}")
+            checked_integer("top_k", self.top_k, least=1)
         for name in ("top_p", "min_p"):
             limit = getattr(self, name)
             if isinstance(limit, Tensor):
@@ -355,11 +353,13 @@ def as_number(name: str, value: Any) -> Any:
 
 
 def as_rows(name: str, value: Any) -> Any:
-    """A tensor with an entry for each row, or what `as_number` makes of a number.
+    """A tensor with an entry for each row, or what `as_number` makes of a number; an int for top_k.
 
     A tensor without dimensions on a GPU, which nobody waits for, is one for all rows.
     """
-    is_number = not isinstance(value, Tensor) or (value.dim() == 0 and value.is_cpu)
+    if not isinstance(value, Tensor):
+        return as_integer(value) if name == "top_k" else as_number(name, value)
+    is_number = value.dim() == 0 and value.is_cpu
     return as_number(name, value) if is_number else value
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy
 import oracle_topk
 import pytest
 import torch
@@ -341,12 +342,26 @@ def test_sample_compiled(device):
         ({"seed": 3}, TypeError, r"^seed: expected None or a tensor of int64"),
         ({"return_probabilities": 1}, TypeError, r"^return_probabilities: expected a bool"),
         ({"top_p": 2.0}, ValueError, r"^top_p: expected a number from 0 to 1, got 2.0"),
+        ({"top_k": 0}, ValueError, r"^top_k: expected an integer from 1 on, got 0"),
+        ({"top_k": 2**63}, ValueError, rf"^top_k: expected an integer up to .*, got {2**63}"),
+        ({"top_k": 3.0}, TypeError, r"^top_k: expected an integer from 1 on, got float"),
+        ({"top_k": True}, TypeError, r"^top_k: expected an integer from 1 on, got bool"),
         ({"bias": torch.zeros(9)}, TypeError, "unexpected keyword argument 'bias'"),
     ],
 )
 def test_errors_of_sample(given, error, message):
     with pytest.raises(error, match=message):
         megasoftmax.sample(torch.zeros(2, 9), **({"k": 3} | given))
+
+
+@pytest.mark.parametrize("top_k", [numpy.int64(3), numpy.uint8(3), torch.tensor(3)])
+def test_integers_of_numpy_and_tensors_as_top_k(top_k):
+    logits, seed = normal(4, 40, device="cpu"), torch.tensor([3])
+    for function, rest in ((megasoftmax.softmax_topk, {}), (megasoftmax.sample, {"seed": seed})):
+        found, expected = (function(logits, 9, top_k=each, **rest) for each in (top_k, 3))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        reasons = [megasoftmax.why_not_fused(function, logits, 9, top_k=k) for k in (top_k, 3)]
+        assert reasons[0] == reasons[1]
 
 
 def test_why_sample_does_not_run_fused():
