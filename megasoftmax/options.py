@@ -27,6 +27,7 @@ from megasoftmax.checks import (
     misnamed,
 )
 from megasoftmax.masks import TileMask
+from megasoftmax.tracing import is_batched
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -355,11 +356,12 @@ def as_number(name: str, value: Any) -> Any:
 def as_rows(name: str, value: Any) -> Any:
     """A tensor with an entry for each row, or what `as_number` makes of a number; an int for top_k.
 
-    A tensor without dimensions on a GPU, which nobody waits for, is one for all rows.
+    A tensor without dimensions is one for all rows on a GPU, which nobody waits for, and under vmap
+    if examples have their own.
     """
     if not isinstance(value, Tensor):
         return as_integer(value) if name == "top_k" else as_number(name, value)
-    is_number = value.dim() == 0 and value.is_cpu
+    is_number = value.dim() == 0 and value.is_cpu and not is_batched(value)
     return as_number(name, value) if is_number else value
 
 

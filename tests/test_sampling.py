@@ -191,6 +191,23 @@ def test_vmap(device):
         torch.testing.assert_close(actual, torch.stack(expected))
 
 
+@pytest.mark.parametrize("name", ["scale", "top_k", "top_p", "min_p"])
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_vmap_of_numbers(name, is_differentiated, device):
+    """Tensors without dimensions: each example has its own."""
+    logits = normal(5, 4, 30, device=device)
+    numbers = counts(5, most=6, device=device) if name == "top_k" else parts(5, device=device)
+
+    def call(logits, number):
+        return megasoftmax.softmax_topk(logits, 6, **{name: number}, renormalize=True)[0]
+
+    if is_differentiated:
+        probabilities, call = call, torch.func.grad(lambda *given: probabilities(*given).var())
+    found = torch.vmap(call)(logits, numbers)
+    wanted = [call(*each) for each in zip(logits, numbers.unsqueeze(-1), strict=True)]
+    torch.testing.assert_close(found, torch.stack(wanted))
+
+
 # What is drawn
 
 
