@@ -8,9 +8,10 @@
 `generate` without do_sample takes the token with the largest score. The sampler is a logits
 processor that draws a token of each row and gives all others a score of -inf, so that this is the
 one. The distribution is that of do_sample=True with the same options: temperature, then top_k, then
-top_p, then min_p. One launch draws in place of sorts, sums and softmaxes over the vocabulary. What
-`generate` expects of a logits processor, a tensor of scores, is written besides; a loop of one's
-own that calls megasoftmax.sample, as in examples/generate.py, writes none.
+top_p, then min_p. It differs for equals of the K-th logit: transformers keeps all of them, and
+the sampler exactly K tokens. One launch draws in place of sorts, sums and softmaxes over the
+vocabulary. What `generate` expects of a logits processor, a tensor of scores, is written besides; a
+loop of one's own that calls megasoftmax.sample, as in examples/generate.py, writes none.
 """
 
 from typing import Any

@@ -126,6 +126,11 @@ def test_special_logits(score, has_bias, device):
     assert torch.equal(indices.cpu()[clear], same[clear])
     assert (indices[2] != 7).all()  # -inf comes last, whatever is added
     assert p[3].isnan().all() == (score == "softmax")
+    if score == "sigmoid":
+        assert p[0].isnan().tolist() == (indices[0] == 3).tolist()
+        assert p[1, (indices[1] == 5).nonzero()].item() == 1
+        shares, _ = topk_on(device)(logits, 8, score=score, selection_bias=bias, renormalize=True)
+        assert shares.isnan().all(-1).tolist() == [True, *[False] * 5]
 
 
 def test_selection_bias_is_not_returned(device):

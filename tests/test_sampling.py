@@ -156,6 +156,11 @@ def test_top_k_says_whether_top_p_is_of_the_whole_row(device):
     assert (sample(logits, 2, top_p=0.55)[0] > 0).sum() == 2
     assert (sample(logits, 2, top_k=2, top_p=0.55)[0] > 0).sum() == 1
     assert (sample(logits, 4, top_k=2, top_p=0.55)[0] > 0).sum() == 1
+    # A number above K is no limit.
+    for top_k, kept in ((2, 1), (3, 2)):
+        of_rows = torch.tensor([top_k], device=device, dtype=torch.int32)
+        for each in (top_k, of_rows):
+            assert (sample(logits, 2, top_k=each, top_p=0.55)[0] > 0).sum() == kept
     p, _ = sample(logits, 3, top_p=0.0, renormalize=True)
     assert p.tolist() == [[1.0, 0.0, 0.0]]
 
