@@ -518,7 +518,7 @@ def _check_of_rows(name: str, rows: Tensor, logits: Tensor, is_integer: bool = F
 
 
 def _check_no_gradient(name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad:
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(f"{name}: expected a tensor without a gradient, got one that requires it")
 
 

@@ -171,6 +171,18 @@ def test_vmap(dims, device, monkeypatch):
     assert set(seen) == {(64,)}
 
 
+def test_selection_bias_gets_no_gradient(device):
+    """It may be a parameter where none is recorded."""
+    logits = normal(5, 64, device=device)
+    bias = torch.nn.Parameter(normal(64, device=device, seed=2))
+    with pytest.raises(TypeError, match=r"^selection_bias: expected a tensor without a gradient"):
+        topk_on(device)(logits, 6, selection_bias=bias)
+    with torch.no_grad():
+        found = topk_on(device)(logits, 6, selection_bias=bias)
+    wanted = topk_on(device)(logits, 6, selection_bias=bias.detach())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_with_other_options_in_plain_torch(device):
     logits = normal(40, 12, device=device)
     bias = normal(40, 12, device=device, seed=2) / 4
