@@ -143,11 +143,6 @@ class TopkOptions(NamedTuple):
         """Themselves, with 1 in place of a scale for each row."""
         return self._replace(scale=1.0) if isinstance(self.scale, Tensor) else self
 
-    def of_rows(self) -> dict[str, Tensor]:
-        """Tensors with an entry for each row, by their names."""
-        given = {name: getattr(self, name) for name in ("scale", *_LIMITS)}
-        return {name: each for name, each in given.items() if isinstance(each, Tensor)}
-
     def has_limits(self) -> bool:
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
