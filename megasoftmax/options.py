@@ -120,15 +120,16 @@ class TopkOptions(NamedTuple):
     group: "ProcessGroup | None" = None
     fused: bool | None = None
 
-    def check(self, logits: Tensor, k: int) -> None:
+    def check(self, logits: Tensor, k: int, least: int = 0) -> None:
+        """Of a call for at least that k."""
         _check_scores("logits", logits, self.with_one_scale())
         if isinstance(self.scale, Tensor):
             _check_of_rows("scale", self.scale, logits)
         columns, group = logits.shape[-1], self.group
         if not is_integer(k):
-            raise TypeError(f"k: expected an integer from 0 to {columns}, got {kind(k)}")
-        if k < 0 or (k > columns and group is None):
-            raise ValueError(f"k: expected an integer from 0 to {columns}, got {k}")
+            raise TypeError(f"k: expected an integer from {least} to {columns}, got {kind(k)}")
+        if k < least or (k > columns and group is None):
+            raise ValueError(f"k: expected an integer from {least} to {columns}, got {k}")
         if group is not None:
             check_group(group)
             if hasattr(logits, "device_mesh"):

@@ -360,6 +360,8 @@ def test_sample_compiled(device):
     ("given", "error", "message"),
     [
         ({"k": 0}, ValueError, r"^k: expected an integer from 1 to 9, got 0"),
+        ({"k": -1}, ValueError, r"^k: expected an integer from 1 to 9, got -1"),
+        ({"k": 2.0}, TypeError, r"^k: expected an integer from 1 to 9, got float"),
         ({"temperature": 0.8}, TypeError, "use scale=1 / temperature"),
         ({"seed": 3}, TypeError, r"^seed: expected None or a tensor of int64"),
         ({"return_probabilities": 1}, TypeError, r"^return_probabilities: expected a bool"),
@@ -372,8 +374,12 @@ def test_sample_compiled(device):
     ],
 )
 def test_errors_of_sample(given, error, message):
-    with pytest.raises(error, match=message):
-        megasoftmax.sample(torch.zeros(2, 9), **({"k": 3} | given))
+    for function in (
+        megasoftmax.sample,
+        functools.partial(megasoftmax.why_not_fused, megasoftmax.sample),
+    ):
+        with pytest.raises(error, match=message):
+            function(torch.zeros(2, 9), **({"k": 3} | given))
 
 
 @pytest.mark.parametrize("top_k", [numpy.int64(3), numpy.uint8(3), torch.tensor(3)])

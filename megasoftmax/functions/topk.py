@@ -419,13 +419,8 @@ def sample(
         if served is not None:
             return cast(Any, served)
     given = {"scale": scale, "mask": mask, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    call = _sampling(logits, k, {**given, "fused": fused})
-    checks.check_flag("return_probabilities", return_probabilities)
-    if seed is None:
-        seed = new_seed(logits.device)
-    else:
-        check_seed(seed, "logits", logits)
-    found = call.sample(seed)
+    call = _sampling(logits, k, {**given, "fused": fused}, seed, return_probabilities)
+    found = call.sample(new_seed(logits.device) if seed is None else seed)
     return found if return_probabilities else found[0]
 
 
@@ -439,10 +434,12 @@ def sample_reasons(
 ) -> tuple[Reason, ...]:
     if unnamed:
         raise checks.misnamed("sample", 2, unnamed, {})
-    return _sampling(logits, k, given).reasons()
+    return _sampling(logits, k, given, seed, return_probabilities).reasons()
 
 
-def _sampling(logits: Tensor, k: int, given: dict[str, Any]) -> TopkCall:
+def _sampling(
+    logits: Tensor, k: int, given: dict[str, Any], seed: Tensor | None, return_probabilities: bool
+) -> TopkCall:
     """The valid call of softmax_topk whose distribution `sample` draws from."""
     for name in given:
         if name not in ("scale", "mask", "top_k", "top_p", "min_p", "fused"):
@@ -450,11 +447,12 @@ def _sampling(logits: Tensor, k: int, given: dict[str, Any]) -> TopkCall:
     options = read_options(TopkOptions, "sample", 2, (), given)
     options = options._replace(renormalize=True)
     k = checks.as_integer(k)
-    options.check(logits, k)
-    if k < 1:
-        raise ValueError(f"k: expected an integer from 1 to {logits.shape[-1]}, got {k}")
+    options.check(logits, k, least=1)
     if hasattr(logits, "device_mesh"):
         raise TypeError("logits: expected no DTensor, got one; sample of each of its shards")
+    checks.check_flag("return_probabilities", return_probabilities)
+    if seed is not None:
+        check_seed(seed, "logits", logits)
     return TopkCall(logits, k, options)
 
 
