@@ -22,12 +22,12 @@ from megasoftmax.checks import (
     check_layout,
     check_least_rank,
     checked_integer,
+    is_batched,
     is_integer,
     kind,
     misnamed,
 )
 from megasoftmax.masks import TileMask
-from megasoftmax.tracing import is_batched
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -46,18 +46,6 @@ def is_of_many_gradients(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether torch.vmap lets it stand for the tensors of all examples, so that it has no value."""
-    functorch = torch._C._functorch
-    if torch.compiler.is_compiling():
-        return False
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
 def may_overwrite(*tensors: Tensor | None) -> bool:
     """Whether what is computed from tensors may be changed in place.
 
