@@ -8,9 +8,10 @@
 `generate` without do_sample takes the token with the largest score. The sampler is a logits
 processor that draws a token of each row and gives all others a score of -inf, so that this is the
 one. The distribution is that of do_sample=True with the same options: temperature, then top_k, then
-top_p, then min_p. One launch draws in place of sorts, sums and softmaxes over the vocabulary. What
-`generate` expects of a logits processor, a tensor of scores, is written besides; a loop of one's
-own that calls megasoftmax.sample, as in examples/generate.py, writes none.
+top_p, then min_p. It differs for equals of the K-th logit: transformers keeps all of them, and
+the sampler exactly K tokens. One launch draws in place of sorts, sums and softmaxes over the
+vocabulary. What `generate` expects of a logits processor, a tensor of scores, is written besides; a
+loop of one's own that calls megasoftmax.sample, as in examples/generate.py, writes none.
 """
 
 from typing import Any
@@ -20,6 +21,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import megasoftmax
+from megasoftmax import checks
+from megasoftmax.options import as_number
 
 
 class Sampler(LogitsProcessor):  # type: ignore[misc, unused-ignore]
@@ -39,7 +42,7 @@ class Sampler(LogitsProcessor):  # type: ignore[misc, unused-ignore]
 
         Args:
             temperature: above 0.
-            top_k: how many tokens are drawn from at most, or None.
+            top_k: how many tokens are drawn from at most. 0 and None are no limit.
             top_p: from 0 to 1, of the probability of the top_k tokens, or of all without top_k.
             min_p: from 0 to 1, of the largest probability.
             most: without top_k, how many tokens are drawn from at most. A nucleus of more is cut.
@@ -48,10 +51,16 @@ class Sampler(LogitsProcessor):  # type: ignore[misc, unused-ignore]
                 generator draws one for each step.
 
         Raises:
-            ValueError: the temperature is not above 0. `megasoftmax.sample` checks the others.
+            TypeError, ValueError: temperature or top_k is not as above. `megasoftmax.sample` checks
+                the others.
         """
+        temperature = as_number("temperature", temperature)
+        if isinstance(temperature, bool) or not isinstance(temperature, (float, int)):
+            found = checks.kind(temperature)
+            raise TypeError(f"temperature: expected a number above 0, got {found}")
         if not temperature > 0:
             raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+        top_k = checks.checked_integer("top_k", 0 if top_k is None else top_k, least=0) or None
         self.options: dict[str, Any] = {
             "scale": 1 / temperature,
             "top_k": top_k,

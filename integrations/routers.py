@@ -187,7 +187,7 @@ def _forward(
             logits,
             self.top_k,
             score="sigmoid",
-            selection_bias=self.e_score_correction_bias,
+            selection_bias=self.e_score_correction_bias.detach(),
             renormalize=self.norm_topk_prob,
             dtype=rule.dtype,
         )

@@ -133,6 +133,18 @@ def has_values(tensor: Tensor) -> bool:
     return tensor.is_cpu and type(tensor) is Tensor and not is_traced()
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Whether torch.vmap lets it stand for the tensors of all examples, so that it has no value."""
+    functorch = torch._C._functorch
+    if torch.compiler.is_compiling():
+        return False
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 def renamed(error: TypeError | ValueError, names: Mapping[str, str]) -> TypeError | ValueError:
     """An error of the checks here with other names of arguments, those of the caller's function."""
     message = str(error)

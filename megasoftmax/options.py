@@ -21,6 +21,8 @@ from megasoftmax.checks import (
     check_floating,
     check_layout,
     check_least_rank,
+    checked_integer,
+    is_batched,
     is_integer,
     kind,
     misnamed,
@@ -118,15 +120,16 @@ class TopkOptions(NamedTuple):
     group: "ProcessGroup | None" = None
     fused: bool | None = None
 
-    def check(self, logits: Tensor, k: int) -> None:
+    def check(self, logits: Tensor, k: int, least: int = 0) -> None:
+        """Of a call for at least that k."""
         _check_scores("logits", logits, self.with_one_scale())
         if isinstance(self.scale, Tensor):
             _check_of_rows("scale", self.scale, logits)
         columns, group = logits.shape[-1], self.group
         if not is_integer(k):
-            raise TypeError(f"k: expected an integer from 0 to {columns}, got {kind(k)}")
-        if k < 0 or (k > columns and group is None):
-            raise ValueError(f"k: expected an integer from 0 to {columns}, got {k}")
+            raise TypeError(f"k: expected an integer from {least} to {columns}, got {kind(k)}")
+        if k < least or (k > columns and group is None):
+            raise ValueError(f"k: expected an integer from {least} to {columns}, got {k}")
         if group is not None:
             check_group(group)
             if hasattr(logits, "device_mesh"):
@@ -141,11 +144,6 @@ class TopkOptions(NamedTuple):
         """Themselves, with 1 in place of a scale for each row."""
         return self._replace(scale=1.0) if isinstance(self.scale, Tensor) else self
 
-    def of_rows(self) -> dict[str, Tensor]:
-        """Tensors with an entry for each row, by their names."""
-        given = {name: getattr(self, name) for name in ("scale", *_LIMITS)}
-        return {name: each for name, each in given.items() if isinstance(each, Tensor)}
-
     def has_limits(self) -> bool:
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
@@ -153,10 +151,7 @@ class TopkOptions(NamedTuple):
         if isinstance(self.top_k, Tensor):
             _check_of_rows("top_k", self.top_k, logits, is_integer=True)
         elif self.top_k is not None:
-            if not is_integer(self.top_k):
-                raise TypeError(f"top_k: expected None or an integer, got {kind(self.top_k)}")
-            if self.top_k < 1:
-                raise ValueError(f"top_k: expected an integer from 1 on, got {self.top_k}")
+            checked_integer("top_k", self.top_k, least=1)
         for name in ("top_p", "min_p"):
             limit = getattr(self, name)
             if isinstance(limit, Tensor):
@@ -355,11 +350,14 @@ def as_number(name: str, value: Any) -> Any:
 
 
 def as_rows(name: str, value: Any) -> Any:
-    """A tensor with an entry for each row, or what `as_number` makes of a number.
+    """A tensor with an entry for each row, or what `as_number` makes of a number; an int for top_k.
 
-    A tensor without dimensions on a GPU, which nobody waits for, is one for all rows.
+    A tensor without dimensions is one for all rows on a GPU, which nobody waits for, and under vmap
+    if examples have their own.
     """
-    is_number = not isinstance(value, Tensor) or (value.dim() == 0 and value.is_cpu)
+    if not isinstance(value, Tensor):
+        return as_integer(value) if name == "top_k" else as_number(name, value)
+    is_number = value.dim() == 0 and value.is_cpu and not is_batched(value)
     return as_number(name, value) if is_number else value
 
 
@@ -516,7 +514,7 @@ def _check_of_rows(name: str, rows: Tensor, logits: Tensor, is_integer: bool = F
 
 
 def _check_no_gradient(name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad:
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(f"{name}: expected a tensor without a gradient, got one that requires it")
 
 

@@ -2,12 +2,15 @@
 
 import functools
 
+import processes
 import pytest
 import torch
 from inputs import DTYPES, coin, normal
 
 import megasoftmax
+from megasoftmax import ops
 from megasoftmax.limits import kernel_limits
+from megasoftmax.reference.topk import ForwardArguments
 
 INF, NAN = torch.inf, torch.nan
 LIMITS = kernel_limits().topk
@@ -123,6 +126,11 @@ def test_special_logits(score, has_bias, device):
     assert torch.equal(indices.cpu()[clear], same[clear])
     assert (indices[2] != 7).all()  # -inf comes last, whatever is added
     assert p[3].isnan().all() == (score == "softmax")
+    if score == "sigmoid":
+        assert p[0].isnan().tolist() == (indices[0] == 3).tolist()
+        assert p[1, (indices[1] == 5).nonzero()].item() == 1
+        shares, _ = topk_on(device)(logits, 8, score=score, selection_bias=bias, renormalize=True)
+        assert shares.isnan().all(-1).tolist() == [True, *[False] * 5]
 
 
 def test_selection_bias_is_not_returned(device):
@@ -134,6 +142,45 @@ def test_selection_bias_is_not_returned(device):
     p, indices = topk_on(device)(logits, 2, selection_bias=bias, renormalize=True)
     assert indices.tolist() == [[0, 3]]
     torch.testing.assert_close(p, logits.gather(-1, indices).softmax(-1))
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0)])
+def test_vmap(dims, device, monkeypatch):
+    """Kernels get one bias for all rows, also of examples that have their own."""
+    if device == "cpu":
+        processes.let_ops_serve_cpus(monkeypatch.setattr)
+    implementation, seen = ops.topk.IMPLEMENTATION, []
+
+    def forward(*args):
+        seen.append(ForwardArguments(*args).selection_bias.shape)
+        return implementation.forward(*args)
+
+    monkeypatch.setattr(ops.topk, "IMPLEMENTATION", implementation._replace(forward=forward))
+    logits, bias = normal(5, 4, 64, device=device), normal(5, 64, device=device, seed=2)
+
+    def call(logits, bias):
+        options = {"score": "sigmoid", "selection_bias": bias, "renormalize": True}
+        return megasoftmax.softmax_topk(logits, 6, fused=True, **options)
+
+    given = [each if dim == 0 else each[0] for each, dim in zip((logits, bias), dims, strict=True)]
+    found = torch.vmap(call, dims)(*given)
+    expanded = (given[0].expand(5, 4, 64), given[1].expand(5, 64))
+    wanted = [call(*each) for each in zip(*expanded, strict=True)]
+    for actual, expected in zip(found, zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected))
+    assert set(seen) == {(64,)}
+
+
+def test_selection_bias_gets_no_gradient(device):
+    """It may be a parameter where none is recorded."""
+    logits = normal(5, 64, device=device)
+    bias = torch.nn.Parameter(normal(64, device=device, seed=2))
+    with pytest.raises(TypeError, match=r"^selection_bias: expected a tensor without a gradient"):
+        topk_on(device)(logits, 6, selection_bias=bias)
+    with torch.no_grad():
+        found = topk_on(device)(logits, 6, selection_bias=bias)
+    wanted = topk_on(device)(logits, 6, selection_bias=bias.detach())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_with_other_options_in_plain_torch(device):

@@ -566,13 +566,13 @@ def test_limits_and_routers_of_topk() -> None:
     assert found.regime == "router"
     assert "chosen by other numbers" in found.why
     assert (found.threads, found.rows_per_block, found.blocks) == (128, 32, 128)
-    for columns, k, options in (
-        (256, 17, {}),
-        (1032, 8, {}),
-        (9, 8, {}),
-        (256, 8, {"limits": True}),
+    for columns, k, options, message in (
+        (256, 17, {}, "k: expected at most 16 with router, got 17"),
+        (1032, 8, {}, "columns: expected at most 1024 with router, got 1032"),
+        (9, 8, {}, "columns: expected rows of a multiple of 16 bytes with router, got 18 bytes"),
+        (256, 8, {"limits": True}, "limits: expected False with router, got True"),
     ):
-        with pytest.raises(ValueError, match=r"^router: the kernels take k up to 16 of 1024"):
+        with pytest.raises(ValueError, match=f"^{message}"):
             explain_topk(4096, columns, k, HALF, router=True, **options)
 
 

@@ -20,6 +20,7 @@ CHAINS = {
     "top_p": {"top_k": None, "top_p": 0.8},
     "top_k and top_p": {"top_k": 9, "top_p": 0.83},
     "min_p": {"top_k": None, "min_p": 0.07},
+    "no top_k": {"top_k": 0, "min_p": 0.07},
     "all": {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
 }
 
@@ -27,7 +28,7 @@ CHAINS = {
 def stock(scores, *, temperature=1.0, top_k=None, top_p=None, min_p=None):
     """The probabilities of generate with do_sample=True."""
     chain = [TemperatureLogitsWarper(temperature)]
-    if top_k is not None:
+    if top_k:
         chain.append(TopKLogitsWarper(top_k))
     if top_p is not None:
         chain.append(TopPLogitsWarper(top_p))
@@ -80,8 +81,21 @@ def test_generate(seed, device):
     assert not torch.equal(first[0, 5:], first[1, 5:])
 
 
-def test_errors():
-    with pytest.raises(ValueError, match=r"^temperature: expected a number above 0, got 0"):
-        Sampler(temperature=0)
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"temperature": 0}, ValueError, "temperature: expected a number above 0, got 0"),
+        ({"temperature": "1"}, TypeError, "temperature: expected a number above 0, got str"),
+        ({"temperature": None}, TypeError, "temperature: expected a number above 0, got NoneType"),
+        ({"top_k": -1}, ValueError, "top_k: expected an integer from 0 on, got -1"),
+        ({"top_k": "5"}, TypeError, "top_k: expected an integer from 0 on, got str"),
+    ],
+)
+def test_errors(given, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        Sampler(**given)
+
+
+def test_errors_of_steps():
     with pytest.raises(ValueError, match=r"^top_p: expected a number from 0 to 1, got 2"):
         Sampler(top_p=2)(None, torch.zeros(1, 9))

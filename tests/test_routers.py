@@ -155,6 +155,7 @@ def test_routers_of_deepseek(name, normalised, dtype, device):
     torch.manual_seed(0)
     router = router_of_deepseek(name, normalised=normalised).to(device)
     router.weight.data = router.weight.data.to(dtype)
+    router.e_score_correction_bias.requires_grad_()  # some models have it as a parameter
     hidden = torch.randn(40, 24, device=device, dtype=dtype, requires_grad=True)
     weights = torch.randn(16, device=device)
     results = []

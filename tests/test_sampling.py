@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy
 import oracle_topk
 import pytest
 import torch
@@ -155,6 +156,11 @@ def test_top_k_says_whether_top_p_is_of_the_whole_row(device):
     assert (sample(logits, 2, top_p=0.55)[0] > 0).sum() == 2
     assert (sample(logits, 2, top_k=2, top_p=0.55)[0] > 0).sum() == 1
     assert (sample(logits, 4, top_k=2, top_p=0.55)[0] > 0).sum() == 1
+    # A number above K is no limit.
+    for top_k, kept in ((2, 1), (3, 2)):
+        of_rows = torch.tensor([top_k], device=device, dtype=torch.int32)
+        for each in (top_k, of_rows):
+            assert (sample(logits, 2, top_k=each, top_p=0.55)[0] > 0).sum() == kept
     p, _ = sample(logits, 3, top_p=0.0, renormalize=True)
     assert p.tolist() == [[1.0, 0.0, 0.0]]
 
@@ -188,6 +194,23 @@ def test_vmap(device):
     wanted = [call(*each) for each in zip(logits, scale, strict=True)]
     for actual, expected in zip(found, zip(*wanted, strict=True), strict=True):
         torch.testing.assert_close(actual, torch.stack(expected))
+
+
+@pytest.mark.parametrize("name", ["scale", "top_k", "top_p", "min_p"])
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_vmap_of_numbers(name, is_differentiated, device):
+    """Tensors without dimensions: each example has its own."""
+    logits = normal(5, 4, 30, device=device)
+    numbers = counts(5, most=6, device=device) if name == "top_k" else parts(5, device=device)
+
+    def call(logits, number):
+        return megasoftmax.softmax_topk(logits, 6, **{name: number}, renormalize=True)[0]
+
+    if is_differentiated:
+        probabilities, call = call, torch.func.grad(lambda *given: probabilities(*given).var())
+    found = torch.vmap(call)(logits, numbers)
+    wanted = [call(*each) for each in zip(logits, numbers.unsqueeze(-1), strict=True)]
+    torch.testing.assert_close(found, torch.stack(wanted))
 
 
 # What is drawn
@@ -337,16 +360,36 @@ def test_sample_compiled(device):
     ("given", "error", "message"),
     [
         ({"k": 0}, ValueError, r"^k: expected an integer from 1 to 9, got 0"),
+        ({"k": -1}, ValueError, r"^k: expected an integer from 1 to 9, got -1"),
+        ({"k": 2.0}, TypeError, r"^k: expected an integer from 1 to 9, got float"),
         ({"temperature": 0.8}, TypeError, "use scale=1 / temperature"),
         ({"seed": 3}, TypeError, r"^seed: expected None or a tensor of int64"),
         ({"return_probabilities": 1}, TypeError, r"^return_probabilities: expected a bool"),
         ({"top_p": 2.0}, ValueError, r"^top_p: expected a number from 0 to 1, got 2.0"),
+        ({"top_k": 0}, ValueError, r"^top_k: expected an integer from 1 on, got 0"),
+        ({"top_k": 2**63}, ValueError, rf"^top_k: expected an integer up to .*, got {2**63}"),
+        ({"top_k": 3.0}, TypeError, r"^top_k: expected an integer from 1 on, got float"),
+        ({"top_k": True}, TypeError, r"^top_k: expected an integer from 1 on, got bool"),
         ({"bias": torch.zeros(9)}, TypeError, "unexpected keyword argument 'bias'"),
     ],
 )
 def test_errors_of_sample(given, error, message):
-    with pytest.raises(error, match=message):
-        megasoftmax.sample(torch.zeros(2, 9), **({"k": 3} | given))
+    for function in (
+        megasoftmax.sample,
+        functools.partial(megasoftmax.why_not_fused, megasoftmax.sample),
+    ):
+        with pytest.raises(error, match=message):
+            function(torch.zeros(2, 9), **({"k": 3} | given))
+
+
+@pytest.mark.parametrize("top_k", [numpy.int64(3), numpy.uint8(3), torch.tensor(3)])
+def test_integers_of_numpy_and_tensors_as_top_k(top_k):
+    logits, seed = normal(4, 40, device="cpu"), torch.tensor([3])
+    for function, rest in ((megasoftmax.softmax_topk, {}), (megasoftmax.sample, {"seed": seed})):
+        found, expected = (function(logits, 9, top_k=each, **rest) for each in (top_k, 3))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        reasons = [megasoftmax.why_not_fused(function, logits, 9, top_k=k) for k in (top_k, 3)]
+        assert reasons[0] == reasons[1]
 
 
 def test_why_sample_does_not_run_fused():

@@ -17,7 +17,8 @@ template <class Number>
 OfRows<Number> of_rows(std::optional<Tensor>& tensor, const Tensor& logits, const char* argument) {
   if (!tensor) return {};
   const ScalarType type = std::is_same_v<Number, float> ? ScalarType::Float : ScalarType::Int;
-  check(tensor->scalar_type() == type, argument, " must be float32, and that of top_k int32");
+  check(tensor->scalar_type() == type, argument, " must be ",
+        type == ScalarType::Float ? "float32" : "int32");
   const std::vector<int64_t> sizes = row_sizes(logits);
   const auto missing = static_cast<int64_t>(sizes.size()) - tensor->dim();
   bool broadcasts =

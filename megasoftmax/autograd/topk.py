@@ -142,7 +142,8 @@ def batch_forward(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
     """`forward` under vmap: batches become the first dimension of the logits."""
     given, dims = ForwardArguments(*args), ForwardArguments(*in_dims)
-    if has_no_room(given.logits, dims.logits):
+    # Kernels take one selection bias for all rows.
+    if has_no_room(given.logits, dims.logits) or dims.selection_bias is not None:
         return one_by_one(forward, info.batch_size, in_dims, args), (0, 0, 0)
     logits = batch_first(given.logits, dims.logits, info.batch_size)
     return forward(*given._replace(logits=logits, **_beside(given, dims, logits.dim()))), (0, 0, 1)

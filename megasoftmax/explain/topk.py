@@ -77,7 +77,8 @@ def explain_topk(
     """
     _check(rows, columns, k, dtype)
     if router:
-        _check_router(columns, k, dtype, masked or softcap or limits)
+        options = {"masked": masked, "softcap": softcap, "limits": limits}
+        _check_router(columns, k, dtype, options)
     device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
     answer = ask(
         "megasoftmax_topk_plan",
@@ -135,14 +136,22 @@ def _why(regime: str, plan: dict[str, int], rows: int) -> str:
     return f"{vectors}; {rows:,} rows keep the GPU busy with {blocks} each"
 
 
-def _check_router(columns: int, k: int, dtype: torch.dtype, has_options: bool) -> None:
+def _check_router(columns: int, k: int, dtype: torch.dtype, options: dict[str, bool]) -> None:
     limits = kernel_limits().topk
-    most, longest = limits["kTileMaxK"], limits["kRouterMaxColumns"]
-    if k > most or columns > longest or columns * dtype.itemsize % 16 or has_options:
+    for name, count, most in (
+        ("k", k, limits["kTileMaxK"]),
+        ("columns", columns, limits["kRouterMaxColumns"]),
+    ):
+        if count > most:
+            raise ValueError(f"{name}: expected at most {most} with router, got {count}")
+    row_bytes = columns * dtype.itemsize
+    if row_bytes % 16:
         raise ValueError(
-            f"router: the kernels take k up to {most} of {longest} columns in whole 16 bytes, and "
-            "no other option"
+            f"columns: expected rows of a multiple of 16 bytes with router, got {row_bytes} bytes"
         )
+    for name, is_given in options.items():
+        if is_given:
+            raise ValueError(f"{name}: expected False with router, got True")
 
 
 def _check(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:

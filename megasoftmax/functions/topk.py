@@ -106,14 +106,17 @@ def softmax_topk(
       ones follow, by index.
     * A row with nothing left has probabilities 0, gradients 0 and a log-sum-exp of -inf where mask
       or bias is given; a plain row of -inf has NaN. Its indices are 0 to K - 1.
-    * A NaN or +inf that is not excluded makes NaN of all probabilities that are not excluded.
+    * A NaN or +inf that is not excluded makes NaN of all probabilities that are not excluded. With
+      score="sigmoid" NaN makes NaN of its own score alone, or of all K if they are renormalised,
+      and +inf has score 1.
     * A probability of exactly 0 takes its entry out of the backward pass.
 
     Of the K entries, limits drop some, whose probability is 0. The first entry stays.
 
     * `top_k` keeps the first so many. Then `top_p` counts in their sum. Without it `top_p` counts
       in the sum of the whole row: then K is no limit, but a nucleus of more than K entries is cut.
-      A number of a row that is not from 1 to K is no limit.
+      A number above K, or below 1 in a tensor, is no limit: `top_p` then counts in the sum of the
+      whole row.
     * `top_p` keeps the entries before which the probabilities sum to less than it, `min_p` those
       with at least this part of the largest probability. This is the order of transformers: top_k,
       top_p, min_p.
@@ -392,7 +395,8 @@ def sample(
             take it as large as a nucleus can be.
         scale, mask, top_k, top_p, min_p: as in `softmax_topk`. scale=1 / temperature. A row is
             drawn greedily with top_k 1. Top-k and top-p of transformers, vLLM and FlashInfer are
-            `sample(logits, 50, top_k=50, top_p=0.9)`.
+            `sample(logits, 50, top_k=50, top_p=0.9)`, except for equals of the K-th logit: exactly
+            K entries are kept here.
         seed: int64, one element, on the device of the logits; None draws one by torch's generator.
             Take another one for each step: equal seeds and rows draw by equal numbers.
         return_probabilities: also return the distribution.
@@ -415,13 +419,8 @@ def sample(
         if served is not None:
             return cast(Any, served)
     given = {"scale": scale, "mask": mask, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    call = _sampling(logits, k, {**given, "fused": fused})
-    checks.check_flag("return_probabilities", return_probabilities)
-    if seed is None:
-        seed = new_seed(logits.device)
-    else:
-        check_seed(seed, "logits", logits)
-    found = call.sample(seed)
+    call = _sampling(logits, k, {**given, "fused": fused}, seed, return_probabilities)
+    found = call.sample(new_seed(logits.device) if seed is None else seed)
     return found if return_probabilities else found[0]
 
 
@@ -435,10 +434,12 @@ def sample_reasons(
 ) -> tuple[Reason, ...]:
     if unnamed:
         raise checks.misnamed("sample", 2, unnamed, {})
-    return _sampling(logits, k, given).reasons()
+    return _sampling(logits, k, given, seed, return_probabilities).reasons()
 
 
-def _sampling(logits: Tensor, k: int, given: dict[str, Any]) -> TopkCall:
+def _sampling(
+    logits: Tensor, k: int, given: dict[str, Any], seed: Tensor | None, return_probabilities: bool
+) -> TopkCall:
     """The valid call of softmax_topk whose distribution `sample` draws from."""
     for name in given:
         if name not in ("scale", "mask", "top_k", "top_p", "min_p", "fused"):
@@ -446,11 +447,12 @@ def _sampling(logits: Tensor, k: int, given: dict[str, Any]) -> TopkCall:
     options = read_options(TopkOptions, "sample", 2, (), given)
     options = options._replace(renormalize=True)
     k = checks.as_integer(k)
-    options.check(logits, k)
-    if k < 1:
-        raise ValueError(f"k: expected an integer from 1 to {logits.shape[-1]}, got {k}")
+    options.check(logits, k, least=1)
     if hasattr(logits, "device_mesh"):
         raise TypeError("logits: expected no DTensor, got one; sample of each of its shards")
+    checks.check_flag("return_probabilities", return_probabilities)
+    if seed is not None:
+        check_seed(seed, "logits", logits)
     return TopkCall(logits, k, options)
 
 
