@@ -71,10 +71,11 @@ cudaError_t launch_bias_parts(const AttentionBackwardParams& params, cudaStream_
                      kThreadsOfBiasParts, stream, params);
 }
 
-// The gradient of a bias in order. What rows need is there.
+// The gradient of a bias in order, or its parts. What rows need is there.
 template <class T>
-cudaError_t launch_bias_gradient(AttentionBackwardParams params, const BiasGradientPlan& plan,
-                                 cudaStream_t stream) {
+cudaError_t launch_bias_gradient(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
+  AttentionBackwardParams params = launch.params;
+  const BiasGradientPlan& plan = launch.plan.in_order;
   return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
     return with_regime(kAttentionBiasGradientTiles, plan.tile, [&]<int kIndex>() -> cudaError_t {
       if constexpr (kBias == BiasKind::kNone ||
@@ -87,13 +88,12 @@ cudaError_t launch_bias_gradient(AttentionBackwardParams params, const BiasGradi
                                divide_up(params.queries, Memory::kQueries) *
                                divide_up(params.keys, Memory::kKeys);
         if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-        MEGASOFTMAX_RETURN_IF_ERROR(
-            launch(params.dropout.seed != nullptr
-                       ? attention_bias_gradient_kernel<T, kBias, true, kIndex>
-                       : attention_bias_gradient_kernel<T, kBias, !may_be_unmasked(kBias), kIndex>,
-                   dim3(static_cast<unsigned>(blocks)), dim3(Memory::kThreads),
-                   Memory::kLayout.bytes(plan.stages), Together::kNot, 1, stream, params));
-        return launch_bias_parts<T>(params, stream);
+        return megasoftmax::launch(
+            params.dropout.seed != nullptr
+                ? attention_bias_gradient_kernel<T, kBias, true, kIndex>
+                : attention_bias_gradient_kernel<T, kBias, !may_be_unmasked(kBias), kIndex>,
+            dim3(static_cast<unsigned>(blocks)), dim3(Memory::kThreads),
+            Memory::kLayout.bytes(plan.stages), Together::kNot, 1, stream, params);
       }
     });
   });
@@ -156,13 +156,15 @@ cudaError_t attention_backward_instance(const BackwardLaunch& launch, cudaStream
                                             params.rows() * params.head_dim / 8, 256, stream,
                                             params));
   if (!is_in_order || params.bias_entries() == 0) return cudaSuccess;
-  if constexpr (Sm90::has_type<T>()) {
-    if (plan.in_order.backend == BackendId::kSm90) {
-      MEGASOFTMAX_RETURN_IF_ERROR(launch_bias_gradient<T>(Sm90{}, launch, stream));
-      return launch_bias_parts<T>(launch.params, stream);
-    }
-  }
-  return launch_bias_gradient<T>(launch.params, plan.in_order, stream);
+  MEGASOFTMAX_RETURN_IF_ERROR(
+      with_backend(plan.in_order.backend, [&]<class Backend>(Backend backend) {
+        if constexpr (Backend::template has_type<T>()) {
+          return launch_bias_gradient<T>(backend, launch, stream);
+        } else {
+          return cudaErrorInvalidValue;
+        }
+      }));
+  return launch_bias_parts<T>(launch.params, stream);
 }
 
 }  // namespace megasoftmax

@@ -178,7 +178,7 @@ inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
 // A block of Hopper's backward that takes whole heads: each warpgroup has 128 of their keys.
 struct AttentionHopperHeadsTile {
   int warpgroups, registers;
-  static constexpr int kHeadDim = 32, kQueries = 64, kCopierRegisters = 24;
+  static constexpr int head_dim = 32, kQueries = 64, kCopierRegisters = 24;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return 128 * warpgroups; }
@@ -200,7 +200,7 @@ inline constexpr int kFilledPercentOfHeads = 70, kFilledPercentOfHeadsAlone = 50
 // dB of a shared bias, summed in order on Hopper: each warpgroup has 64 queries and all keys.
 struct AttentionHopperBiasGradientTile {
   int warpgroups, registers;
-  static constexpr int head_dim = 32, blocks_per_sm = 1, kCopierRegisters = 24;
+  static constexpr int head_dim = 32, kCopierRegisters = 24;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }

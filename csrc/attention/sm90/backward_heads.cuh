@@ -25,7 +25,7 @@ template <bool kHasBias, int kIndex>
 struct HopperHeadsMemory {
   static constexpr AttentionHopperHeadsTile kTile = kAttentionHopperHeadsTiles[kIndex];
   static constexpr int kWarpgroups = kTile.warpgroups, kWarps = 4 * kWarpgroups;
-  static constexpr int kKeys = kTile.keys(), kQueries = kTile.kQueries, kDim = kTile.kHeadDim;
+  static constexpr int kKeys = kTile.keys(), kQueries = kTile.kQueries, kDim = kTile.head_dim;
   static constexpr int kStages = 3;
   static constexpr int kRowBytes = 2 * kDim;  // of keys, values, queries, gradients of outputs
 

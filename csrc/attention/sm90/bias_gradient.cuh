@@ -66,22 +66,19 @@ struct HopperBiasGradientMemory {
   }
 };
 
-// What a block owns.
+// What a block owns. Tiles of a head lie side by side: blocks that run at a time read the same
+// members.
 template <class Memory>
 struct TileOfBias {
-  int first_query, first_key;
-  BiasMembers members;
+  const int key_tiles, tiles, tile, first_query, first_key;
+  const BiasMembers members;
 
   __device__ explicit TileOfBias(const AttentionBackwardParams& params)
-      : TileOfBias(params, divide_up(params.keys, Memory::kKeys)) {}
-
- private:
-  __device__ TileOfBias(const AttentionBackwardParams& params, int key_tiles)
-      : TileOfBias(params, key_tiles, key_tiles * divide_up(params.queries, Memory::kQueries)) {}
-  // Tiles of a head lie side by side: blocks that run at a time read the same members.
-  __device__ TileOfBias(const AttentionBackwardParams& params, int key_tiles, int tiles)
-      : first_query(static_cast<int>(blockIdx.x) % tiles / key_tiles * Memory::kQueries),
-        first_key(static_cast<int>(blockIdx.x) % tiles % key_tiles * Memory::kKeys),
+      : key_tiles(divide_up(params.keys, Memory::kKeys)),
+        tiles(key_tiles * divide_up(params.queries, Memory::kQueries)),
+        tile(static_cast<int>(blockIdx.x) % tiles),
+        first_query(tile / key_tiles * Memory::kQueries),
+        first_key(tile % key_tiles * Memory::kKeys),
         members(params, static_cast<int>(blockIdx.x) / tiles) {}
 };
 

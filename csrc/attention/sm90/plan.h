@@ -211,7 +211,7 @@ inline int hopper_heads_tile(const AttentionBackwardParams& params, const Device
   const HopperBias bias = hopper_bias(params);
   const bool takes_gradient = params.bias_gradient_kind == BiasGradient::kNone ||
                               params.bias_gradient_kind == BiasGradient::kShared;
-  if (std::max(params.head_dim, params.value_dim) > AttentionHopperHeadsTile::kHeadDim ||
+  if (std::max(params.head_dim, params.value_dim) > AttentionHopperHeadsTile::head_dim ||
       (bias != HopperBias::kNone && bias != HopperBias::kTile) || !takes_gradient ||
       !takes_hopper_backward(params) || params.heads != params.key_heads ||
       params.window_left >= 0 || params.window_right >= 0 ||
@@ -326,14 +326,14 @@ struct Sm90 {
     plan.tile = index;
     plan.query_gradient = QueryGradient::kWhole;
     plan.reads_bias_in_place = reads_in_place(params);
-    plan.tile_head_dim = plan.tile_value_dim = tile.kHeadDim;
+    plan.tile_head_dim = plan.tile_value_dim = tile.head_dim;
     plan.tile_queries = tile.kQueries;
     plan.tile_keys = tile.keys();
     plan.threads = tile.threads();
     plan.blocks = std::min<int64_t>(params.batches * params.heads, device.multiprocessors);
     if (params.keys > tile.keys())
       plan.query_part_bytes = plan.blocks * round_up(params.queries, tile.kQueries) *
-                              tile.kHeadDim * int64_t{sizeof(float)};
+                              tile.head_dim * int64_t{sizeof(float)};
     if (params.bias_gradient_kind == BiasGradient::kShared) set_in_order(plan, params, device);
     plan.finish(params);
     return plan;
