@@ -394,7 +394,7 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], const uin
 #undef MEGASOFTMAX_PRODUCT
 }
 
-// Starts results += a b: a 64 x 16 * kSteps in registers, b with rows of so many bytes.
+// Starts results += a b: a 64 x 16 * kSteps in registers, b with rows of kRowBytes bytes.
 template <class T, int kRowBytes = 128, int kN, int kSteps>
 __device__ __forceinline__ void start_sum_of_products(float (&results)[kN][4],
                                                       const uint32_t (&a)[kSteps][4], uint64_t b) {

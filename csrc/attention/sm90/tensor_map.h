@@ -9,8 +9,8 @@
 
 namespace megasoftmax {
 
-// Boxes of so many rows and 64 or 128 bytes of columns, swizzled, of [batches, heads, rows,
-// columns], whose elements have 16 bits or are float32. The driver asks for a context of this
+// Boxes of box_rows rows and row_bytes bytes of columns, 64 or 128, swizzled, of [batches, heads,
+// rows, columns], whose elements have 16 bits or are float32. The driver asks for a context of this
 // thread, which the runtime gives it with its first launch or question about a kernel.
 inline cudaError_t make_tensor_map(CUtensorMap& map, const Strided& tensor, int64_t batches,
                                    int64_t heads, int64_t rows, int64_t columns, int box_rows,
