@@ -22,7 +22,7 @@ def is_traced() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export runs. Code that torch up to 2.11 compiles takes torch's own for true."""
+    """Whether torch.export runs. Code that torch 2.11 compiles takes torch's own for true."""
     return torch.compiler.is_exporting()
 
 
