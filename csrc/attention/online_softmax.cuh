@@ -10,6 +10,16 @@
 
 namespace megasoftmax {
 
+// Exponents of try_weights: scores times a factor.
+struct LinearExponents {
+  float factor;
+
+  __device__ __forceinline__ float operator()(float score, float taken) const {
+    return fmaf(score, factor, -taken);
+  }
+  __device__ __forceinline__ static bool are_wrong() { return false; }
+};
+
 // The softmax of a warp's kM * 16 rows. This lane holds two of every 16 rows, with three others.
 template <int kM>
 struct OnlineSoftmax {
@@ -61,16 +71,17 @@ struct OnlineSoftmax {
   }
 
   // Rounds weights of 16 rows to factors of a product, relative to the maxima of earlier tiles. The
-  // logits of a tile seldom exceed those by much, and then earlier sums need no scaling. Returns
-  // the same for all lanes: whether the weights are small enough. Else only `weights` has changed.
-  // Only for rows that can reuse their maxima. If kDrops, drop(first, weights) may change what is
-  // rounded, but not what is summed: of 32 keys at a time, eights of them from `first` on.
-  template <class T, bool kAreLogits, bool kDrops, int kN, class Drop>
+  // logits of a tile seldom exceed those by much, and then earlier sums need no scaling. A weight
+  // is 2^exponents(score, max * log2(e)). Returns the same for all lanes: whether the exponents are
+  // right and the weights small enough. Else only `weights` has changed. Only for rows that can
+  // reuse their maxima. If kDrops, drop(first, weights) may change what is rounded, but not what is
+  // summed: of 32 keys at a time, eights of them from `first` on.
+  template <class T, bool kDrops, int kN, class Exponents, class Drop>
   __device__ __forceinline__ bool try_weights(const Accumulators<kM, kN>& scores,
-                                              uint32_t (&weights)[kN / 2][4], Drop&& drop) {
+                                              uint32_t (&weights)[kN / 2][4], Exponents exponents,
+                                              Drop&& drop) {
     constexpr int kTogether = kDrops ? 4 : kN;
     static_assert(kM == 1 && kN % kTogether == 0);
-    const float c = (kAreLogits ? 1.f : scale) * kLog2E;
     float total[2] = {};
 #pragma unroll
     for (int first = 0; first < kN; first += kTogether) {
@@ -86,7 +97,7 @@ struct OnlineSoftmax {
         for (int n = 0; n < kTogether; ++n) {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            some[n][i] = exp2_approximate(fmaf(scores[0][first + n][i], c, -taken));
+            some[n][i] = exp2_approximate(exponents(scores[0][first + n][i], taken));
             total[half] += some[n][i];
           }
           if constexpr (!kDrops) round(n, half);
@@ -102,7 +113,8 @@ struct OnlineSoftmax {
       }
     }
     // NaN fails this comparison.
-    if (__any_sync(~0u, !(total[0] + total[1] <= kMostOfTile))) return false;
+    const bool are_small = total[0] + total[1] <= kMostOfTile;
+    if (__any_sync(~0u, !are_small || exponents.are_wrong())) return false;
     sum[0][0] += total[0];
     sum[0][1] += total[1];
     return true;

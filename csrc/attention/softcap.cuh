@@ -8,12 +8,32 @@
 
 namespace megasoftmax {
 
-// Makes scores of products, by all lanes of a warp.
+// Makes scores of products, by all lanes of a warp. Returns whether some are large, see
+// for_each_tanh.
 template <class T, int kM, int kN>
-__device__ __forceinline__ void cap_products(const AttentionParams& params,
+__device__ __forceinline__ bool cap_products(const AttentionParams& params,
                                              Accumulators<kM, kN>& products) {
-  cap_scores<T, true>(reinterpret_cast<float (&)[kM * kN * 4]>(products), params.softcap);
+  return cap_scores<T, true>(reinterpret_cast<float (&)[kM * kN * 4]>(products), params.softcap);
 }
+
+// Exponents of OnlineSoftmax::try_weights, of products that a softcap caps. They are wrong if some
+// products are large. For bfloat16, an exponent errs by 6e-4 of its softcap of 50 at most, and a
+// weight is rounded by 2e-3.
+template <class T>
+struct CappedExponents {
+  float fourfold;
+  SmallTanh<std::is_same_v<T, __nv_bfloat16> ? 3 : 4> tanh;
+  AnyFrom2 large;
+
+  __device__ explicit CappedExponents(const Softcap& softcap)
+      : fourfold(4.f * softcap.inner), tanh(softcap.cap * kLog2E) {}
+  __device__ __forceinline__ float operator()(float product, float taken) {
+    const float v = product * fourfold;
+    large.add(v);
+    return fmaf(v, tanh.over(v), -taken);
+  }
+  __device__ __forceinline__ bool are_wrong() const { return large.is_there(); }
+};
 
 // What gradients of logits are multiplied by to be those of products, but for the scale. It is kept
 // while weights take the place of scores. For 16 bits it is rounded to float16, which errs by 2^-11
@@ -23,9 +43,15 @@ class SlopesOfScores {
  public:
   __device__ __forceinline__ void take(const Accumulators<kM, kN>& scores) {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float* const pair = scores[i / 2 / kN][i / 2 % kN] + i % 2 * 2;
-      pairs_[i] = round_pair<Kept>(slope_of_tanh(pair[0]), slope_of_tanh(pair[1]));
+    for (int i = 0; i < 2 * kPairs; ++i) take(i, scores[i / 4 / kN][i / 4 % kN][i % 4]);
+  }
+  // Of the score of element i. Elements come in their order.
+  __device__ __forceinline__ void take(int i, float score) {
+    const float slope = slope_of_tanh(score);
+    if (i % 2 == 0) {
+      even_ = slope;
+    } else {
+      pairs_[i / 2] = round_pair<Kept>(even_, slope);
     }
   }
   __device__ __forceinline__ void apply(Accumulators<kM, kN>& gradients) const {
@@ -47,6 +73,7 @@ class SlopesOfScores {
   static constexpr int kPairs = kM * kN * 2;
   using Kept = std::conditional_t<sizeof(T) == 2, __half, float>;
   Pair<Kept> pairs_[kPairs];
+  float even_;
 };
 
 }  // namespace megasoftmax

@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
   // Registers have room for the next weights beside those that a product reads.
   constexpr bool kHasRoom =
       kWarpgroups == 2 && Memory::kValueDim < 256 && !(kHasTile && kKeys > kMaskTile);
+  constexpr bool kCaps = kBias == HopperBias::kSoftcap;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
   const FirstElement mine;
@@ -264,9 +265,11 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const auto weigh = [&]<bool kIsFirst>(const Tiles& tiles, bool excludes,
                                           Excluded<1, kN>& excluded, auto&& finish_output) {
       release(memory.keys_are_used(tiles.step % kStages));
-      if constexpr (kBias == HopperBias::kSoftcap) cap_products<T>(params, scores);
-      if constexpr (kHasBias) add_all_bias_of(tiles);
-      if (excludes) {
+      [[maybe_unused]] bool are_large = false;
+      const auto make_logits = [&] {
+        if constexpr (kCaps) are_large = cap_products<T>(params, scores);
+        if constexpr (kHasBias) add_all_bias_of(tiles);
+        if (!excludes) return;
         if constexpr (kIsUnmasked) {
           excluded.template find<false, true>(params, queries.batch, queries.head, warp_query,
                                               tiles.key, true);
@@ -274,7 +277,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         } else {
           excluded.apply_all(scores, -INFINITY);
         }
-      }
+      };
+      if constexpr (!kCaps) make_logits();
       const auto release_bias = [&] {
         if constexpr (kHasBias && !kLoadsBiasAhead)
           release(memory.bias_is_used(tiles.step % Memory::kBiasStages, warpgroup));
@@ -293,14 +297,24 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       if constexpr (!kHasRoom) finish_output();  // the next weights take its registers
       uint32_t next[kSteps][4];
       auto& tried = kHasRoom ? next : weights;
+      // With a softcap, scores are capped while weights are made of them.
+      const auto exponents = [&] {
+        if constexpr (kCaps) {
+          return CappedExponents<T>(params.softcap);
+        } else {
+          return LinearExponents{(kHasBias ? 1.f : softmax.scale) * kLog2E};
+        }
+      };
       bool are_right = false;
-      if (!kIsFirst && drops && softmax.can_reuse_max) {
-        are_right = softmax.template try_weights<T, kHasBias, true>(
-            scores, tried, [&](int first, float (&some)[4][4]) {
-              dropping.clear(some, 0, dropping.pairs(warp_query, tiles.key + 8 * first));
-            });
-      } else if (!kIsFirst && softmax.can_reuse_max) {
-        are_right = softmax.template try_weights<T, kHasBias, false>(scores, tried, [] {});
+      if (!kIsFirst && softmax.can_reuse_max && !(kCaps && excludes)) {
+        if (drops) {
+          are_right = softmax.template try_weights<T, true>(
+              scores, tried, exponents(), [&](int first, float (&some)[4][4]) {
+                dropping.clear(some, 0, dropping.pairs(warp_query, tiles.key + 8 * first));
+              });
+        } else {
+          are_right = softmax.template try_weights<T, false>(scores, tried, exponents(), [] {});
+        }
       }
       if (are_right) {
         release_bias();
@@ -315,6 +329,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
         return;
       }
+      if constexpr (kCaps) make_logits();
       if constexpr (Roles::kMasksKeys) {
         // Where a score or the bias is infinite or no number, -infinity may have become NaN.
         float all = 0.f;
@@ -333,6 +348,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
       softmax.decide_reuse(before);
+      if (kCaps && are_large) softmax.can_reuse_max = false;
       release_bias();
       if constexpr (kHasRoom) finish_output();
       scale_output();

@@ -173,10 +173,6 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   [[maybe_unused]] SlopesOfScores<T, 1, kN> slopes;
   // Turns products into weights. Dropped weights become negative.
   const auto weigh = [&](int stage, int step, int head, int query) {
-    if constexpr (kHasSoftcap) {
-      cap_products<T>(params, reinterpret_cast<Scores&>(weights));
-      slopes.take(reinterpret_cast<Scores&>(weights));
-    }
     if constexpr (kHasTile) {
       memory.bias_is_there(step % 2).wait(step / 2 & 1);
       add_bias(reinterpret_cast<Scores&>(weights), params.logit_scale,
@@ -188,14 +184,30 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     }
     const float to_logit = is_bias(kBias) ? 1.f : params.logit_scale;
     const RowOfBackward* const rows = rows_of(stage);
+    const auto row_of = [&](int column) {
+      return column < 2 * kEightsAhead ? rows_ahead[column] : row_at(rows, column);
+    };
+    const auto weight_of = [&](float score, float2 row) {
+      return exp2_approximate(fmaf(fmaf(score, to_logit, -row.x), kLog2E, -row.y));
+    };
+    if constexpr (kHasSoftcap) {
+      float2 of_pair[2];
+      for_each_tanh<T, true>(reinterpret_cast<float (&)[4 * kN]>(weights), params.softcap,
+                             [&](int i, float score) {
+                               if (i % 4 < 2) of_pair[i % 2] = row_of(i / 4 * 2 + i % 2);
+                               slopes.take(i, score);
+                               weights[i / 4][i % 4] = weight_of(score, of_pair[i % 2]);
+                             });
+    } else {
 #pragma unroll
-    for (int column = 0; column < 2 * kN; ++column) {
-      const float2 row = column < 2 * kEightsAhead ? rows_ahead[column] : row_at(rows, column);
+      for (int column = 0; column < 2 * kN; ++column) {
+        const float2 row = row_of(column);
 #pragma unroll
-      for (int i = column % 2; i < 4; i += 2) {
-        float& weight = weights[column / 2][i];
-        weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.x), kLog2E, -row.y));
-        if (kMasksKeys && is_masked[i / 2]) weight = 0.f;
+        for (int i = column % 2; i < 4; i += 2) {
+          float& weight = weights[column / 2][i];
+          weight = weight_of(weight, row);
+          if (kMasksKeys && is_masked[i / 2]) weight = 0.f;
+        }
       }
     }
     if (kIsUnmasked || !params.dropout.is_given()) return;
