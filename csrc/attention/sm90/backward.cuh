@@ -5,7 +5,8 @@
 // One warp of a block copies. Two warpgroups have 64 keys each. Scores are transposed, so that
 // products multiply weights and gradients of scores from registers with gradients of outputs and
 // queries. dQ needs the gradients of scores in shared memory. Each warpgroup makes 64 rows of dQ
-// from all keys, and a tensor copy adds them to the sums in global memory.
+// from all keys, and a tensor copy adds them to the sums in global memory. Without a dense bias
+// the second warpgroup is half a step behind the first, see HopperBackwardMemory::kIsStaggered.
 //
 // Gradients of scores take the place of the bias, with queries in rows: a warp writes only where it
 // alone has read. So the same tile serves the gradient of the bias.

@@ -52,6 +52,10 @@ struct HopperBackwardMemory {
   // A warpgroup computes 64 rows and kSumColumns columns of dQ.
   static constexpr int kSumColumns = kDim <= 32 ? 32 : 64;
   static_assert(kPanels * kQueryPanels == kWarpgroups);
+  // The second warpgroup is behind the first, so that one has products while the other makes
+  // weights. Neither waits for gradients of scores of the other: dQ of a step, which takes all of
+  // them, is made a step later. A dense bias has their place by then.
+  static constexpr bool kIsStaggered = kBias != HopperBias::kTile;
 
   // In this order: keys; values; queries and gradients of outputs of each stage; for two steps the
   // bias, later gradients of scores, in panels of 64 keys; sums of each warpgroup; rows of each
@@ -102,9 +106,9 @@ struct HopperBackwardMemory {
                                                               : kDiagonalsAt;
   static constexpr int kBarriersAt =
       kBitsAt + (kExchangesBits ? kWarpgroups * KeptBits::kBytes : 0);
-  static constexpr int kBiasBarrier = 1 + 2 * kStages;
-  static constexpr int kBytes =
-      kBarriersAt + 8 * (kBiasBarrier + (!is_bias(kBias) ? 0 : 6 + 2 * kSentParts));
+  static constexpr int kScoreBarrier = 1 + 2 * kStages;
+  static constexpr int kSentBarrier = kScoreBarrier + 7;
+  static constexpr int kBytes = kBarriersAt + 8 * (kSentBarrier + 2 * kSentParts);
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
   // Warps that sum the gradient of a bias.
   static constexpr int kSummingWarps = kBias == HopperBias::kTable ? DiagonalSums::kWarps : 3;
@@ -158,16 +162,17 @@ struct HopperBackwardMemory {
   __device__ Barrier keys_are_there() const { return barrier(0); }
   __device__ Barrier stage_is_there(int stage) const { return barrier(1 + stage); }
   __device__ Barrier stage_is_used(int stage) const { return barrier(1 + kStages + stage); }
-  __device__ Barrier bias_is_there(int buffer) const { return barrier(kBiasBarrier + buffer); }
+  __device__ Barrier bias_is_there(int buffer) const { return barrier(kScoreBarrier + buffer); }
   __device__ Barrier scores_are_used(int buffer) const {
-    return barrier(kBiasBarrier + 2 + buffer);
+    return barrier(kScoreBarrier + 2 + buffer);
   }
   __device__ Barrier gradients_are_there(int buffer) const {
-    return barrier(kBiasBarrier + 4 + buffer);
+    return barrier(kScoreBarrier + 4 + buffer);
   }
-  __device__ Barrier sent_is_there(int part) const { return barrier(kBiasBarrier + 6 + part); }
+  __device__ Barrier first_weights_are_there() const { return barrier(kScoreBarrier + 6); }
+  __device__ Barrier sent_is_there(int part) const { return barrier(kSentBarrier + part); }
   __device__ Barrier sent_is_used(int part) const {
-    return barrier(kBiasBarrier + 6 + kSentParts + part);
+    return barrier(kSentBarrier + kSentParts + part);
   }
 
   // Called by one thread before others use the barriers.
@@ -177,12 +182,14 @@ struct HopperBackwardMemory {
       stage_is_there(stage).init(kBias == HopperBias::kTable ? 2 : 1);
       stage_is_used(stage).init(4 * kWarpgroups);
     }
-    for (int buffer = 0; buffer < (!is_bias(kBias) ? 0 : 2); ++buffer) {
+    first_weights_are_there().init(4);
+    constexpr int kMultiplying = kIsStaggered ? 4 * kWarpgroups : 1;  // one speaks for all
+    for (int buffer = 0; buffer < 2; ++buffer) {
       bias_is_there(buffer).init(1);
-      scores_are_used(buffer).init((kBias == HopperBias::kTile ? 1 : 0) +
+      scores_are_used(buffer).init(kMultiplying +
                                    (sums.is_added || sums.has_diagonals ? kSummingWarps : 0) +
                                    (sums.is_in_cluster ? kStoringWarps * sums.cluster : 0));
-      gradients_are_there(buffer).init(1);
+      gradients_are_there(buffer).init(kMultiplying);
     }
     for (int part = 0; part < kSentParts; ++part) {
       sent_is_there(part).init(1);

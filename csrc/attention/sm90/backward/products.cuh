@@ -26,6 +26,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   extern __shared__ __align__(1024) char shared_memory[];
   constexpr int kN = kQueries / 8, kSteps = kQueries / 16;
   constexpr bool kHasSoftcap = kBias == HopperBias::kSoftcap;
+  constexpr bool kIsStaggered = Memory::kIsStaggered;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
   const bool is_first_of_group = threadIdx.x % 128 == 0;
@@ -122,7 +123,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   };
   // Products leave little of the bandwidth of shared memory. So the rows of the first columns are
   // loaded while products run, if registers have room.
-  constexpr int kEightsAhead = is_bias(kBias) ? 0 : kIsUnmasked && !kHasSoftcap ? 8 : 4;
+  constexpr int kEightsAhead = is_bias(kBias) ? 0 : kHasSoftcap ? 2 : kIsUnmasked ? 7 : 4;
   float2 rows_ahead[std::max(2 * kEightsAhead, 1)], deltas_ahead[std::max(kEightsAhead, 1)];
   const auto row_at = [](const RowOfBackward* rows, int column) {
     const RowOfBackward& row = rows[column_offset(column / 2, column)];
@@ -283,16 +284,61 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   int step = 0;
   [[maybe_unused]] uint32_t* taken = nullptr;  // the turn of the step before
   const auto end_turn = [&] {
-    if (!kHasTurns || step == 0) return;
+    if (!kHasTurns || taken == nullptr) return;
     wait_for_stores();
     publish_writes_to_others();
     pass_turn(taken);
   };
+  // Adds dQ of a step. Calls start_others(), which starts a group of products, while those of dQ
+  // run.
+  const auto add_query_gradient = [&](int step, int head, int query, auto&& start_others) {
+    if constexpr (kIsStaggered) memory.gradients_are_there(step % 2).wait(step / 2 & 1);
+    float query_gradient[Memory::kSumColumns / 8][4];
+    start_query_gradient(query_gradient, memory.scores(step % 2));
+    start_others();
+    if constexpr (kHasTurns) {  // while products run, and by two warps
+      uint32_t* const turn = turn_of<kQueries>(params, batch, head, query, warpgroup);
+      if (is_first_of_group) end_turn();
+      if (threadIdx.x % 128 == 32)
+        wait_for_turn(turn, steps_before<kKeys, kQueries, kIsUnmasked, false>(params, batch, head,
+                                                                              query, first_key));
+      taken = turn;
+    }
+    if (kIsStaggered && is_first_of_group) wait_for_reads_of_stores();
+    wait_for_products<1>();
+    touch(value_gradient);
+    touch(query_gradient);
+    if constexpr (kIsStaggered) {
+      if (lane == 0) memory.scores_are_used(step % 2).arrive();
+      sync_warpgroup(warpgroup);  // the place of the sums is free
+    }
+#pragma unroll
+    for (int side = 0; side < Memory::kSumColumns / 32; ++side)
+      store_sums(sums + side * Memory::kSumPanelBytes, query_gradient, side);
+    publish_writes();
+    sync_warpgroup(warpgroup);
+    if (!is_first_of_group) return;
+    if (kHasTurns) publish_writes_to_others();
+#pragma unroll
+    for (int side = 0; side < Memory::kSumColumns / 32; ++side) {
+      const int column = 64 * column_panel + 32 * side;
+      if (column < kDim)
+        start_sum_of_box(maps.query_gradient_sum,
+                         memory.sums(warpgroup) + side * Memory::kSumPanelBytes, column,
+                         query + 64 * query_panel, head, batch);
+    }
+    end_stores();
+  };
+  [[maybe_unused]] int head_before = 0, query_before = 0;
+  if (kIsStaggered && warpgroup > 0 && tiles.are_left()) memory.first_weights_are_there().wait(0);
 #pragma unroll 1
   for (; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
     if (shares_bits && head != head_of_bits) write_shared_bits(head);
     memory.stage_is_there(stage).wait(step / kStages & 1);
+    // Where registers have room, before products take the bandwidth of shared memory.
+    constexpr bool kLoadsFirst = kEightsAhead > 0 && kQueries <= 64;
+    if constexpr (kLoadsFirst) load_rows(stage);
     start_scores(memory.queries(stage));
     start_weight_gradients(memory.gradients(stage));
     tiles.advance(params, batch, first_key);
@@ -308,13 +354,12 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
         [&](int offset, int column) {
           return key_range_of(Memory::ranges(shared_memory, stage)[offset + column]);
         });
-    if constexpr (kEightsAhead > 0) load_rows(stage);
+    if constexpr (kEightsAhead > 0 && !kLoadsFirst) load_rows(stage);
     wait_for_products<1>();
     touch(weights);
-    // Diagonals are summed while weights are made, when few products run.
-    if (bias_sums.has_diagonals && step > 0 && warpgroup == 0 && is_first_of_group)
-      memory.gradients_are_there((step - 1) % 2).arrive();
     weigh(stage, step, head, query);
+    if (kIsStaggered && step == 0 && warpgroup == 0 && lane == 0)
+      memory.first_weights_are_there().arrive();
     exclude(excluded, weights);
     if constexpr (kEightsAhead > 0) load_deltas(stage);
     if constexpr (kIsEarly) {
@@ -327,12 +372,18 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     find_score_gradients_of(stage);
     if constexpr (kIsUnmasked) exclude(excluded, gradients);  // of few tiles
     if constexpr (!kIsEarly) multiply_weights_of(stage);
-    if (bias_sums.has_diagonals) memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
+    if constexpr (kIsStaggered) memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
     share_gradients(step % 2);
     publish_writes();
-    if (is_first_of_group) wait_for_reads_of_stores();
-    // All gradients of scores are there. All are done with the step before, so its buffer is free.
-    sync_warpgroups<kWarpgroups>();
+    if constexpr (kIsStaggered) {
+      __syncwarp();
+      if (lane == 0) memory.gradients_are_there(step % 2).arrive();
+    } else {
+      if (is_first_of_group) wait_for_reads_of_stores();
+      // All gradients of scores are there. All are done with the step before, so its buffer is
+      // free.
+      sync_warpgroups<kWarpgroups>();
+    }
     if constexpr (kHasTile) {
       if (step > 0 && warpgroup == 0 && is_first_of_group)
         memory.scores_are_used((step - 1) % 2).arrive();
@@ -342,48 +393,33 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     }
     if ((bias_sums.is_added || bias_sums.is_in_cluster) && warpgroup == 0 && is_first_of_group)
       memory.gradients_are_there(step % 2).arrive();
-    float query_gradient[Memory::kSumColumns / 8][4];
-    start_query_gradient(query_gradient, memory.scores(step % 2));
-    start_key_gradient(memory.queries(stage));
-    make_bits();
-    if constexpr (kHasTurns) {  // while products run, and by two warps
-      uint32_t* const turn = turn_of<kQueries>(params, batch, head, query, warpgroup);
-      if (is_first_of_group) end_turn();
-      if (threadIdx.x % 128 == 32)
-        wait_for_turn(turn, steps_before<kKeys, kQueries, kIsUnmasked, false>(params, batch, head,
-                                                                              query, first_key));
-      taken = turn;
+    const auto start_others = [&] {
+      start_key_gradient(memory.queries(stage));
+      if (kIsStaggered && exchanges_bits) sync_warpgroup(warpgroup);  // all have read theirs
+      make_bits();
+    };
+    if constexpr (!kIsStaggered) {
+      add_query_gradient(step, head, query, start_others);
+    } else if (step > 0) {
+      add_query_gradient(step - 1, head_before, query_before, start_others);
+    } else {
+      start_others();
+      if (exchanges_bits) sync_warpgroup(warpgroup);
     }
-    wait_for_products<1>();
-    touch(value_gradient);
-    touch(query_gradient);
-#pragma unroll
-    for (int side = 0; side < Memory::kSumColumns / 32; ++side)
-      store_sums(sums + side * Memory::kSumPanelBytes, query_gradient, side);
-    publish_writes();
-    sync_warpgroup(warpgroup);
-    if (is_first_of_group) {
-      if (kHasTurns) publish_writes_to_others();
-#pragma unroll
-      for (int side = 0; side < Memory::kSumColumns / 32; ++side) {
-        const int column = 64 * column_panel + 32 * side;
-        if (column < kDim)
-          start_sum_of_box(maps.query_gradient_sum,
-                           memory.sums(warpgroup) + side * Memory::kSumPanelBytes, column,
-                           query + 64 * query_panel, head, batch);
-      }
-      end_stores();
-    }
+    head_before = head;
+    query_before = query;
     wait_for_products<0>();
     touch(key_gradient);
     __syncwarp();  // all lanes have read its rows
     if (lane == 0) memory.stage_is_used(stage).arrive();
   }
 
-  if (step > 0 && warpgroup == 0 && is_first_of_group) {
-    if constexpr (kHasTile) memory.scores_are_used((step - 1) % 2).arrive();
-    if (bias_sums.has_diagonals) memory.gradients_are_there((step - 1) % 2).arrive();
+  if (kIsStaggered && step > 0) {
+    add_query_gradient(step - 1, head_before, query_before, end_products);
+    wait_for_products<0>();
   }
+  if (kHasTile && step > 0 && warpgroup == 0 && is_first_of_group)
+    memory.scores_are_used((step - 1) % 2).arrive();
 
   if (is_first_of_group) {
     wait_for_reads_of_stores();
