@@ -32,8 +32,9 @@ def as_integer(value: Any) -> Any:
 
     So is a size while torch.jit.trace records, which makes a tensor of it. Other tensors, which a
     device may have to be waited for, ints, bools and what is no integer are returned as they are.
+    Graphs are compiled with None, for which torch 2.11 takes no TypeError.
     """
-    if isinstance(value, (int, torch.SymInt)):
+    if value is None or isinstance(value, (int, torch.SymInt)):
         return value
     if isinstance(value, Tensor):
         is_size = value.dim() == 0 and value.dtype == torch.int64 and in_jit_trace()
