@@ -32,7 +32,7 @@ def as_integer(value: Any) -> Any:
 
     So is a size while torch.jit.trace records, which makes a tensor of it. Other tensors, which a
     device may have to be waited for, ints, bools and what is no integer are returned as they are.
-    Graphs are compiled with None, for which torch 2.11 takes no TypeError.
+    None returns first: torch.compile of 2.11 cannot trace the TypeError that it would raise.
     """
     if value is None or isinstance(value, (int, torch.SymInt)):
         return value

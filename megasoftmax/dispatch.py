@@ -379,12 +379,12 @@ def _attention_scale(scale: float) -> Reason | None:
 
 
 def _softcap(softcap: float | None, scale: float, most: float) -> Reason | None:
-    """Kernels multiply scores by twice scale / softcap, and tanh of them by the softcap."""
+    """Kernels multiply scores by 4 * scale / softcap, and tanh of them by the softcap."""
     if not softcap:
         return None
-    if SCALES[0] <= softcap <= most and SCALES[0] <= abs(scale) / softcap <= SCALES[1] / 2:
+    if SCALES[0] <= softcap <= most and SCALES[0] <= abs(scale) / softcap <= SCALES[1] / 4:
         return None
-    limit = f"a normal float32, up to {most:.5g}, and so twice scale / softcap"
+    limit = f"a normal float32, up to {most:.5g}, and so 4 * scale / softcap"
     return Reason("softcap", f"{softcap} with scale {scale}", limit)
 
 

@@ -333,7 +333,7 @@ def test_errors(
         call(softcap=softcap)
 
 
-def test_twice_the_scale_over_the_softcap_is_finite() -> None:
+def test_twice_the_scale_over_the_softcap_is_finite(device: str) -> None:
     scores, query = torch.zeros(2, 3), torch.zeros(1, 1, 2, 8)
     calls = (
         lambda **given: softmax(scores, **given),
@@ -344,7 +344,8 @@ def test_twice_the_scale_over_the_softcap_is_finite() -> None:
         for given in ({"scale": 2e38, "softcap": 0.5}, {"softcap": 1e-40}):
             with pytest.raises(ValueError, match=r"^softcap: expected at least"):
                 call(**given)
-    assert softmax(scores, scale=1e38, softcap=1.0).eq(1 / 3).all()
+    for scale in (5e37, 1e38):
+        assert softmax(scores.to(device), scale=scale, softcap=1.0).eq(1 / 3).all()
 
 
 def test_reasons() -> None:
@@ -357,6 +358,7 @@ def test_reasons() -> None:
     assert any("softcap: " in each for each in of(attention, *[query] * 3, softcap=2e4))
     assert any("softcap: " in each for each in of(softmax, scores, softcap=1e-39, scale=1e-3))
     assert any("softcap: " in each for each in of(softmax_topk, scores, 2, softcap=1.0, scale=0))
+    assert any("softcap: " in each for each in of(softmax, scores, softcap=1.0, scale=1e38))
     assert "softcap" in str(why_not_fused(attention, *[query] * 3, softcap=50.0).against_sdpa)
 
 

@@ -176,7 +176,7 @@ RowNumber Reader::of_rows(PyObject* object, at::IntArrayRef rows, double none, b
 double Reader::softcap(PyObject* object, double scale, double most) {
   const double value = object == Py_None ? 0 : number(object), inner = std::abs(scale) / value;
   decline_unless(value == 0 || (value >= bound.tiniest_scale && value <= most &&
-                                inner >= bound.tiniest_scale && inner <= bound.largest_scale / 2));
+                                inner >= bound.tiniest_scale && inner <= bound.largest_scale / 4));
   return value;
 }
 

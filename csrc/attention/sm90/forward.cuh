@@ -348,7 +348,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
       softmax.decide_reuse(before);
-      if (kCaps && are_large) softmax.can_reuse_max = false;
+      if (kCaps && (are_large || !CappedExponents<T>::are_fine(params.softcap)))
+        softmax.can_reuse_max = false;
       release_bias();
       if constexpr (kHasRoom) finish_output();
       scale_output();

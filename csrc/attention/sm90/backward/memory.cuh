@@ -54,7 +54,7 @@ struct HopperBackwardMemory {
   static_assert(kPanels * kQueryPanels == kWarpgroups);
   // The second warpgroup is behind the first, so that one has products while the other makes
   // weights. Neither waits for gradients of scores of the other: dQ of a step, which takes all of
-  // them, is made a step later. A dense bias has their place by then.
+  // them, is made a step later. So they keep their place a step longer. A dense bias needs it.
   static constexpr bool kIsStaggered = kBias != HopperBias::kTile;
 
   // In this order: keys; values; queries and gradients of outputs of each stage; for two steps the

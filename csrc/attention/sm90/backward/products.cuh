@@ -27,6 +27,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   constexpr int kN = kQueries / 8, kSteps = kQueries / 16;
   constexpr bool kHasSoftcap = kBias == HopperBias::kSoftcap;
   constexpr bool kIsStaggered = Memory::kIsStaggered;
+  static_assert(!kMasksKeys || !kHasSoftcap);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
   const bool is_first_of_group = threadIdx.x % 128 == 0;
@@ -409,12 +410,14 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     head_before = head;
     query_before = query;
     wait_for_products<0>();
+    touch(value_gradient);
     touch(key_gradient);
     __syncwarp();  // all lanes have read its rows
     if (lane == 0) memory.stage_is_used(stage).arrive();
   }
 
   if (kIsStaggered && step > 0) {
+    // An empty group stands for that of dK, and its end too is waited for.
     add_query_gradient(step - 1, head_before, query_before, end_products);
     wait_for_products<0>();
   }
