@@ -21,6 +21,8 @@ __device__ __forceinline__ bool cap_products(const AttentionParams& params,
 // softcap is 50. Rounding changes a weight by up to 2e-3.
 template <class T>
 struct CappedExponents {
+  static constexpr float kMostCapOfBfloat16 = 200.f;
+
   float fourfold;
   SmallTanh<std::is_same_v<T, __nv_bfloat16> ? 3 : 4> tanh;
   AnyFrom2 large;
@@ -35,7 +37,7 @@ struct CappedExponents {
   __device__ __forceinline__ bool are_wrong() const { return large.is_there(); }
   // Whether logits err by less than rounding changes weights.
   __device__ __forceinline__ static bool are_fine(const Softcap& softcap) {
-    return !std::is_same_v<T, __nv_bfloat16> || softcap.cap <= 200.f;
+    return !std::is_same_v<T, __nv_bfloat16> || softcap.cap <= kMostCapOfBfloat16;
   }
 };
 

@@ -123,7 +123,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
                                   warp_in_group);
   };
   // Products leave little of the bandwidth of shared memory. So the rows of the first columns are
-  // loaded while products run, if registers have room.
+  // loaded before weights are made, if registers have room: in a tile of 64 queries before products
+  // start, else while they run.
   constexpr int kEightsAhead = is_bias(kBias) ? 0 : kHasSoftcap ? 2 : kIsUnmasked ? 7 : 4;
   float2 rows_ahead[std::max(2 * kEightsAhead, 1)], deltas_ahead[std::max(kEightsAhead, 1)];
   const auto row_at = [](const RowOfBackward* rows, int column) {
@@ -337,7 +338,6 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
     if (shares_bits && head != head_of_bits) write_shared_bits(head);
     memory.stage_is_there(stage).wait(step / kStages & 1);
-    // Where registers have room, before products take the bandwidth of shared memory.
     constexpr bool kLoadsFirst = kEightsAhead > 0 && kQueries <= 64;
     if constexpr (kLoadsFirst) load_rows(stage);
     start_scores(memory.queries(stage));
