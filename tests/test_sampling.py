@@ -10,6 +10,7 @@ from inputs import DTYPES, coin, normal
 from torch import Tensor
 
 import megasoftmax
+from megasoftmax import ops
 from megasoftmax.limits import kernel_limits
 from megasoftmax.reference import topk as reference
 
@@ -335,6 +336,43 @@ def test_greedy_rows_beside_others(device):
     drawn = on(megasoftmax.sample, device)(logits, 40, top_k=top_k)
     assert torch.equal(drawn[::2], logits[::2].argmax(-1))
     assert not torch.equal(drawn, logits.argmax(-1))
+
+
+VMAPPED = {
+    "logits": ("logits",),
+    "seeds": ("logits", "seed"),
+    "seeds alone": ("seed",),
+    "options alone": ("mask", "scale", "top_k"),
+    "all": ("logits", "mask", "scale", "seed", "top_k"),
+}
+
+
+@pytest.mark.parametrize("through", ["function", "op", "reference"])
+@pytest.mark.parametrize("names", VMAPPED.values(), ids=VMAPPED)
+def test_examples_of_vmap_draw_what_they_would_alone(names, through, device, capfd):
+    """Their rows count from 0 on. Examples with one seed draw by the same numbers."""
+    each = {
+        "logits": normal(5, 6, 40, device=device),
+        "mask": coin(5, 40, device=device),
+        "scale": 0.5 + parts(5, 6, device=device),
+        "seed": torch.arange(5, device=device).unsqueeze(-1),
+        "top_k": counts(5, 6, most=9, device=device),
+    }
+    first = {name: value[0] for name, value in each.items()}
+
+    def call(examples):
+        given = first | examples
+        if through == "function":
+            return megasoftmax.sample(k=9, top_p=0.9, return_probabilities=True, **given)
+        logits, mask, scale, seed, top_k = (given[name] for name in each)
+        function = ops.topk.sample if through == "op" else reference.softmax_topk_sample
+        return function(logits, 9, 1.0, scale, mask, 0, top_k, 0.9, None, 0.0, None, seed)
+
+    examples = {name: each[name] for name in names}
+    alone = [call({name: value[i] for name, value in examples.items()}) for i in range(5)]
+    for found, wanted in zip(torch.vmap(call)(examples), zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(wanted))
+    assert "performance drop" not in capfd.readouterr().err
 
 
 def test_sample_has_no_gradient_and_other_seeds_draw_others(device):

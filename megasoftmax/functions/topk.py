@@ -387,6 +387,10 @@ def sample(
     `softmax_topk`. So the same seed gives the same index, except where a sum and the number differ
     by rounding alone. It has no gradient.
 
+    Under torch.vmap each example draws what it would draw alone: its rows count from 0 on. Examples
+    with one seed draw by equal numbers, so give each a seed of its own. Without a seed
+    `randomness=` of torch.vmap decides whether examples share one.
+
     A row of NaN, or without a visible entry, gives its first index.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasoftmax.autograd.function import Implementation, Rules
+from megasoftmax.autograd.function import Implementation, Rules, one_by_one
 from megasoftmax.build import library
 from megasoftmax.tracing import is_exporting
 
@@ -94,6 +94,16 @@ def fake(op: Any, function: Callable[..., Any]) -> None:
     """Lets a function tell what an op returns, without values."""
     for each in _with_other(op):
         torch.library.register_fake(each, function, lib=_library)
+
+
+def run_one_by_one(op: Any) -> None:
+    """Lets an op with several results run the examples of vmap one by one."""
+
+    def batch(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        results = one_by_one(op, info.batch_size, in_dims, args)
+        return results, (0,) * len(results)
+
+    torch.library.register_vmap(op, batch, lib=_library)
 
 
 def trace(

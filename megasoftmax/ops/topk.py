@@ -13,6 +13,7 @@ from megasoftmax.ops.registration import (
     define_differentiable,
     fake,
     implement,
+    run_one_by_one,
     schema_of,
     trace,
 )
@@ -71,3 +72,4 @@ def _fake_sample(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 implement(sample, softmax_topk_sample)
 fake(sample, _fake_sample)
+run_one_by_one(sample)  # each counts its rows from 0 on
