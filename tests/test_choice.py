@@ -171,6 +171,17 @@ def test_vmap(dims, device, monkeypatch):
     assert set(seen) == {(64,)}
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_rows_of_nan_are_nan_whatever_is_chosen(value, renormalize, device):
+    logits = normal(2, 64, device=device)
+    logits[0, 40] = value
+    bias = torch.zeros(64, device=device)
+    p, indices = topk_on(device)(logits, 8, selection_bias=bias, renormalize=renormalize)
+    assert (indices[0] != 40).all()
+    assert p.isnan().all(-1).tolist() == [True, False]
+
+
 def test_selection_bias_gets_no_gradient(device):
     """It may be a parameter where none is recorded."""
     logits = normal(5, 64, device=device)

@@ -134,6 +134,18 @@ def test_rows_without_a_scale_are_nan(value, device):
     assert gradient[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_of_16_bits_are_not_rounded_again(dtype, softcap, device):
+    """In plain torch too, where the softcap divides them."""
+    logits, scale = normal(4, 9, device=device), torch.tensor([0.0, INF, 0.3, 1.7], device=device)
+    call = functools.partial(megasoftmax.softmax_topk, logits, 9, softcap=softcap, return_lse=True)
+    scale = scale.to(dtype)
+    assert torch.equal(call(scale=scale)[2].isnan(), torch.arange(4, device=device) < 2)
+    for found, wanted in zip(call(scale=scale), call(scale=scale.float()), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_nan_and_empty_rows_have_no_limits(device):
     logits = normal(4, 50, device=device)
     logits[1, 3], logits[2] = NAN, -INF

@@ -126,7 +126,7 @@ def softmax_topk_forward(
         limits = Limits.of(top_k, row_top_k, top_p, row_top_p, min_p, row_min_p)
         first = largest
         if renormalize and selection_bias is not None and k > 0:  # which may choose small ones
-            first = selected.amax(-1)
+            first = torch.where(is_nan, torch.nan, selected.amax(-1))
         values = torch.exp((selected - first.unsqueeze(-1)) * factor)
         values = limits.applied(values, total)
         values = values / (values.sum(-1) if renormalize else total).unsqueeze(-1)
@@ -346,6 +346,7 @@ def scale_of(given: Any) -> Any:
     if given.row_scale is None:
         return given.scale
     of_rows = given.row_scale.detach().unsqueeze(-1)
+    of_rows = of_rows.to(torch.promote_types(of_rows.dtype, torch.float32))
     return torch.where((of_rows >= SCALES[0]) & (of_rows <= SCALES[1]), of_rows, torch.nan)
 
 
