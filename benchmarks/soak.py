@@ -1,4 +1,4 @@
-"""Random configurations of softmax, softmax_topk and attention against the oracles in tests/.
+"""Random configurations of softmax, softmax_topk, sample and attention beside tests/oracle*.py.
 
     python benchmarks/soak.py --seconds 120                         # writes results/soak.csv
     python benchmarks/soak.py --device cpu                          # writes results/soak_cpu.csv

@@ -29,6 +29,7 @@ from megasoftmax.check.draws import (
     Data,
     Drawn,
     Layout,
+    OfRows,
     Shape,
     chance,
     draw_broadcast,
@@ -200,7 +201,8 @@ class _Rows(Drawn):
         if may_plant and chance(random, 0.07):
             case.visible = random.choice((NAN, INF))
         case.out = random.choice((None, None, HALF, BFLOAT, FLOAT))
-        case.scale = draw_scale(random, case)
+        if not isinstance(case.scale, OfRows):
+            case.scale = draw_scale(random, case)
         case.softcap = draw_softcap(random)
         case.bias = draw_row_bias(random, case)
         case.incoming = Incoming.draw(random, len(case.shape))
@@ -323,20 +325,27 @@ class Topk(_Rows, cases.Topk):
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Topk":
         case = super().draw(random, usual // 4)  # the oracle sorts on the CPU
-        case.renormalize = chance(random, 0.4)
+        has_row_scale = isinstance(case.scale, OfRows)
+        if has_row_scale and case.kind == "lowest":
+            case.scale.low, case.scale.high = 0.3, 1.0  # z is finite
+        if (has_row_scale or case.is_router()) and chance(random, 0.9):  # kernels take neither
+            case.softcap = case.bias = None
         return case
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
-        mask = made(self.mask, data)
-        logits, bias, _ = self.make(data, mask)
+        options = self.options(data)
+        logits, bias, _ = self.make(data, options["mask"])
         rows = self.shape[:-1]
         incoming = self.incoming.make(data, (*rows, self.k), self.out or logits.dtype, rows)
-        arguments: dict[str, Any] = {"scale": self.scale, "mask": mask, "bias": bias}
-        arguments["softcap"] = self.softcap
+        arguments = options | {"bias": bias, "softcap": self.softcap, "score": self.score}
+        arguments["selection_bias"] = made(self.selection_bias, data)
         arguments |= {"renormalize": self.renormalize, "dtype": self.out}
         unless_fused(megasoftmax.softmax_topk, fused, logits, self.k, **arguments)
         function = functools.partial(megasoftmax.softmax_topk, fused=fused)
-        return oracle_topk.compare(function, logits, self.k, **arguments, **incoming)[1]
+        found = oracle_topk.compare(function, logits, self.k, **arguments, **incoming)[1]
+        if drawn := self.drawn(data, fused, logits, options):
+            found |= oracle_topk.compare_drawn(*drawn, logits, self.k, **options)
+        return found
 
 
 class Attention(cases.Attention):

@@ -1,6 +1,7 @@
 """megasoftmax check: calls that are right pass, faults of the kernels are found and reported."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import megasoftmax
 from megasoftmax import __main__
 from megasoftmax.build import library
 from megasoftmax.check import SUITE, check
+from megasoftmax.check.choices import distances_of_drawn, in_order
 
 FIRST = 3000
 
@@ -64,6 +66,39 @@ def nan(function, *tensors, **given):
     return function(*tensors, **given) * float("nan")
 
 
+def without(name):
+    def call(function, *tensors, **given):
+        return function(*tensors, **(given | {name: None}))
+
+    call.__name__ = f"without_{name}"
+    return call
+
+
+def selection_bias_returned(function, logits, k, **given):
+    p, indices = function(logits, k, **given)
+    if given["selection_bias"] is not None:
+        p = p + given["selection_bias"].expand(logits.shape).gather(-1, indices).to(p.dtype)
+    return p, indices
+
+
+def higher_index_first(function, logits, k, **given):
+    """Among equals."""
+    for name in ("mask", "selection_bias"):
+        if given[name] is not None:
+            given[name] = given[name].expand(logits.shape).flip(-1)
+    p, indices = function(logits.flip(-1), k, **given)
+    return p, logits.shape[-1] - 1 - indices
+
+
+def other_seed(function, *tensors, **given):
+    return function(*tensors, **(given | {"seed": given["seed"] + 1}))
+
+
+def last_of_the_entries(function, *tensors, **given):
+    _, p, indices = function(*tensors, **given)
+    return indices[..., -1], p, indices
+
+
 @pytest.fixture
 def plant(monkeypatch):
     """Puts a fault into all calls but those of the reference."""
@@ -86,7 +121,7 @@ def plant(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "fault"),
+    ("function", "fault"),
     [
         ("softmax", other_scale),
         ("softmax", nothing_excluded),
@@ -96,6 +131,16 @@ def plant(monkeypatch):
         ("softmax_topk", other_scale),
         ("softmax_topk", nothing_excluded),
         ("softmax_topk", other_indices),
+        ("softmax_topk", without("top_k")),
+        ("softmax_topk", without("top_p")),
+        ("softmax_topk", without("min_p")),
+        ("softmax_topk", without("softcap")),
+        ("softmax_topk", without("selection_bias")),
+        ("softmax_topk", selection_bias_returned),
+        ("softmax_topk", higher_index_first),
+        ("sample", without("min_p")),
+        ("sample", other_seed),
+        ("sample", last_of_the_entries),
         ("attention", other_scale),
         ("attention", nothing_excluded),
         ("attention", lost_query),
@@ -103,10 +148,64 @@ def plant(monkeypatch):
         ("attention", nan),
     ],
 )
-def test_fault_is_found(plant, family, fault):
-    plant(family, fault)
-    outcomes = [SUITE.attempt(family, seed, "cpu") for seed in range(FIRST, FIRST + 20)]
-    assert sum(outcome.has_failed for outcome in outcomes) > 1
+def test_fault_is_found(plant, function, fault):
+    plant(function, fault)
+    family = "softmax_topk" if function == "sample" else function
+    outcomes = (SUITE.attempt(family, seed, "cpu") for seed in range(FIRST, FIRST + 80))
+    failed = (outcome for outcome in outcomes if outcome.has_failed)
+    assert len(list(itertools.islice(failed, 2))) == 2
+
+
+NAN, INF = float("nan"), float("inf")
+CLOSE = [3, 1, 2, 2 + 1e-8]  # the last two are the same float32
+
+
+@pytest.mark.parametrize(
+    ("indices", "numbers", "error", "expected"),
+    [
+        ([], CLOSE, 0, True),
+        ([0, 2, 3], CLOSE, 0, True),
+        ([0, 3, 2], CLOSE, 0, False),
+        ([0, 3], CLOSE, 0, False),  # a lower index is left out
+        ([0, 2, 3], CLOSE, 3e-7, True),
+        ([0, 3, 2], CLOSE, 3e-7, True),
+        ([0, 3], CLOSE, 3e-7, True),
+        ([0, 3, 2], [3, 1, 2, 2], 3e-7, False),  # equals
+        ([0, 2, 1, 3], CLOSE, 3e-7, False),
+        ([0, 2], [3, 1, 2, 2 + 1e-6], 3e-7, False),
+        ([2, 1, 0], [1, 1 + 2e-7, 1 + 4e-7], 3e-7, True),
+        ([0, 1, 2], [1, 1 + 2e-7, 1 + 4e-7], 3e-7, True),
+        ([0, 2, 1], [1, 1 + 4e-7, 1 + 2e-6], 3e-7, False),
+        ([0, 2, 2], CLOSE, 3e-7, False),  # twice
+        ([0, 4, 2], CLOSE, 3e-7, False),
+        ([0, 1], [1e4 + 1e-5, 1e4 + 2e-5], 1e-7, True),  # the same float32
+        ([1, 0], [1e4 + 1e-5, 1e4 + 2e-5], 1e-7, False),
+        ([1, 0, 2], [INF, NAN, 5], INF, True),
+        ([0, 1, 2], [INF, NAN, 5], INF, False),
+        ([0, 1], [-0.0, 0.0], 0, True),
+        ([1, 0], [-0.0, 0.0], 0, False),
+        ([1, 0], [-1 - 1e-8, -1.0], 3e-7, True),
+        ([0, 1], [-INF, -INF], 0, True),
+    ],
+)
+def test_order_is_right_up_to_rounding(indices, numbers, error, expected):
+    found = torch.tensor([indices, indices], dtype=torch.int64)
+    rows = torch.tensor([numbers, numbers], dtype=torch.float64)
+    right = in_order(found, rows, torch.full_like(rows, error), torch.float32)
+    assert right.tolist() == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "number", "expected"),
+    [(5, 0.49, 0), (5, 0.6, 0.1), (7, 0.5, 0), (7, 0.2, 0.3), (9, 0.99, INF), (6, 0.1, INF)],
+)
+def test_distance_of_what_is_drawn(drawn, number, expected):
+    p, indices = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[5, 7, 9]])
+    given = torch.tensor([drawn]), p, indices, torch.tensor([number])
+    assert distances_of_drawn(*given).tolist() == pytest.approx([expected])
+    for of_nothing in (0 * p, NAN * p):
+        found = distances_of_drawn(given[0], of_nothing, *given[2:])
+        assert found.tolist() == [0 if drawn == 5 else INF]
 
 
 # The command

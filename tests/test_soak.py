@@ -156,19 +156,74 @@ def with_nothing_excluded(function, *tensors, **given):
     return function(*tensors, **(given | {"mask": None}))
 
 
+def without(name):
+    """As if that option were not given."""
+
+    def call(function, *tensors, **given):
+        return function(*tensors, **(given | {name: None}))
+
+    call.__name__ = f"without_{name}"
+    return call
+
+
+def with_selection_bias_returned(function, logits, k, **given):
+    p, indices, *lse = function(logits, k, **given)
+    if given["selection_bias"] is not None:
+        p = p + given["selection_bias"].expand(logits.shape).gather(-1, indices).to(p.dtype)
+    return p, indices, *lse
+
+
+def with_the_higher_index_first(function, logits, k, **given):
+    """Among equals."""
+    for name in ("mask", "bias", "selection_bias"):
+        if given[name] is not None:
+            given[name] = given[name].expand(logits.shape).flip(-1)
+    p, indices, *lse = function(logits.flip(-1), k, **given)
+    return p, logits.shape[-1] - 1 - indices, *lse
+
+
+def with_scales_of_one_row(function, *tensors, **given):
+    if isinstance(given["scale"], torch.Tensor):
+        given["scale"] = given["scale"].flatten()[:1]
+    return function(*tensors, **given)
+
+
+def with_other_seed(function, *tensors, **given):
+    return function(*tensors, **(given | {"seed": given["seed"] + 1}))
+
+
+def with_an_entry_that_is_dropped(function, *tensors, **given):
+    """The last of the K is drawn, whether it keeps a probability or not."""
+    _, p, indices = function(*tensors, **given)
+    return indices[..., -1], p, indices
+
+
 @pytest.mark.parametrize(
-    ("family", "fault", "result"),
+    ("function", "fault", "result"),
     [
         ("softmax", with_other_scale, ""),
         ("softmax", with_lost_sum, "gradient of bias"),
         ("softmax_topk", with_lost_sum, "gradient of bias"),
         ("softmax_topk", with_nothing_excluded, ""),
+        ("softmax_topk", without("top_k"), ""),
+        ("softmax_topk", without("top_p"), ""),
+        ("softmax_topk", without("min_p"), ""),
+        ("softmax_topk", without("softcap"), ""),
+        ("softmax_topk", without("selection_bias"), "indices"),
+        ("softmax_topk", with_selection_bias_returned, "probabilities"),
+        ("softmax_topk", with_the_higher_index_first, "indices"),
+        ("softmax_topk", with_scales_of_one_row, ""),
+        ("sample", without("min_p"), "probabilities to draw from"),
+        ("sample", with_other_seed, "drawn indices"),
+        ("sample", with_an_entry_that_is_dropped, "drawn indices"),
         ("attention", with_other_scale, ""),
         ("attention", with_nothing_excluded, ""),
     ],
 )
-def test_fault_is_found_and_reproduced(family, fault, result, capsys, monkeypatch):
-    monkeypatch.setattr(megasoftmax, family, functools.partial(fault, getattr(megasoftmax, family)))
+def test_fault_is_found_and_reproduced(function, fault, result, capsys, monkeypatch):
+    family = "softmax_topk" if function == "sample" else function
+    faulty = functools.partial(fault, getattr(megasoftmax, function))
+    monkeypatch.setattr(megasoftmax, function, faulty)
     outcomes = soak.SUITE.in_this_process([family], "cpu", 60.0, FIRST)
     found = next(outcome for outcome in outcomes if outcome.has_failed and result in outcome.result)
     assert soak.soak([found], [family], "cpu")[family].failures == 1

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax import RelativeBias
+from megasoftmax.check.choices import distances_of_drawn, in_order
 from megasoftmax.check.draws import (
     BFLOAT,
     FLOAT,
@@ -23,14 +24,21 @@ from megasoftmax.check.draws import (
     MAX_FLOAT_HEAD_DIM,
     MAX_HEAD_DIM,
     MAX_K,
+    MAX_ROUTER_K,
+    OF_SAMPLING,
     Data,
     Drawn,
     Layout,
     Mask,
+    OfRows,
     Ranges,
+    SelectionBias,
     Shape,
     chance,
     draw_broadcast,
+    draw_columns,
+    draw_experts,
+    draw_limits,
     draw_most,
     draw_rows,
     draw_size,
@@ -39,9 +47,11 @@ from megasoftmax.check.draws import (
     unless_fused,
 )
 from megasoftmax.check.suite import Deviation, Suite
+from megasoftmax.reference.topk import uniform
 
 Deviations = dict[str, Deviation]
 SCALES = (1.0, 0.125, -0.7)
+SCALES_OF_ROWS = ((0.01, 0.1), (0.3, 2.5), (2.0, 9.0))
 USUAL = {"cuda": 2**17, "cpu": 2**13}  # scores: few configurations have more
 
 
@@ -99,28 +109,71 @@ class Softmax(Drawn):
 
 
 class Topk(Drawn):
-    """softmax_topk, with the gradient of the logits."""
+    """softmax_topk, with the gradient of the logits, and sample where that takes the options."""
 
     family = "softmax_topk"
 
     @classmethod
     def draw(cls, random: Random, usual: int) -> "Topk":
-        shape, dtype = draw_rows(random, usual)
-        most = min(shape[-1], MAX_K)
+        is_router = chance(random, 0.35)
+        shape, dtype = draw_rows(random, usual, draw_experts if is_router else draw_columns)
+        most = min(shape[-1], MAX_ROUTER_K if is_router else MAX_K)
         edges = [k for k in (0, 1, 2, 8, 16, 17, 32, 33, 64, MAX_K - 1, most) if k <= most]
-        return cls(
+        k = random.choice((random.choice(edges), random.randint(1, most)))
+        score, has_bias = "softmax", False
+        if is_router:
+            score, has_bias = random.choice(
+                (("softmax", True), ("sigmoid", True), ("sigmoid", False))
+            )
+        takes_others = not is_router or chance(random, 0.1)  # kernels of routers do not
+        case = cls(
             shape=shape,
             dtype=dtype,
-            k=random.choice((random.choice(edges), random.randint(1, most))),
+            k=k,
             layout=Layout.draw(random, len(shape)),
             scale=random.choice(SCALES) if dtype != FLOAT else 1.0,  # logits keep their order
-            mask=Mask.draw(random, shape),
+            softcap=random.choice((1.5, 8.0)) if takes_others and chance(random, 0.15) else None,
+            mask=Mask.draw(random, shape) if takes_others else None,
+            score=score,
+            selection_bias=SelectionBias.draw(random, shape) if has_bias else None,
+            renormalize=chance(random, 0.4),
+            **(dict.fromkeys(OF_SAMPLING) if is_router else draw_limits(random, shape[:-1], k)),
         )
+        if not is_router and case.softcap is None and chance(random, 0.3):
+            case.scale = OfRows.draw(random, shape[:-1], *random.choice(SCALES_OF_ROWS))
+        return case
+
+    def is_router(self) -> bool:
+        return self.score == "sigmoid" or self.selection_bias is not None
+
+    def options(self, data: Data) -> dict[str, Any]:
+        """The arguments of a call that `sample` takes too."""
+        return {name: made(getattr(self, name), data) for name in ("scale", "mask", *OF_SAMPLING)}
+
+    def drawn(
+        self, data: Data, fused: bool | None, logits: Tensor, options: dict[str, Any]
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor] | None:
+        """What `sample` returns for these logits, and the numbers that it draws by."""
+        if self.is_router() or self.k == 0:
+            return None
+        seed = torch.tensor([math.prod(self.shape)], device=data.device)
+        found = megasoftmax.sample(
+            logits, self.k, **options, seed=seed, return_probabilities=True, fused=fused
+        )
+        rows = self.shape[:-1]
+        return found, uniform(seed, math.prod(rows)).view(rows)
 
     def compare(self, data: Data, fused: bool | None) -> Deviations:
         logits = self.layout.place(data.normal(self.shape).to(self.dtype))
         incoming = data.normal((*self.shape[:-1], self.k)).to(self.dtype)
-        given = {"scale": self.scale, "mask": made(self.mask, data)}
+        options = self.options(data)
+        others = {
+            "softcap": self.softcap,
+            "score": self.score,
+            "selection_bias": made(self.selection_bias, data),
+            "renormalize": self.renormalize,
+        }
+        given = options | others
         unless_fused(megasoftmax.softmax_topk, fused, logits, self.k, **given)
 
         def run(fused: bool | None, *tensors: Tensor | None) -> tuple[list[Tensor], Tensor]:
@@ -131,17 +184,100 @@ class Topk(Drawn):
         actual, indices = run(fused, logits, incoming)
         wide = _in_float((logits, incoming))
         expected, expected_indices = run(False, *wide)
-        p = _stored(megasoftmax.softmax(wide[0], fused=False, **given), self.dtype)
-        dense = torch.zeros_like(p).scatter(-1, expected_indices, wide[1].abs())
-        errors = _score_errors(p, p, dense, (p * dense).sum(-1, True))
-        allowed = [expected[0], abs(self.scale) * errors]
-        found = _deviations(
-            ["probabilities", "gradient of logits"], actual, expected, allowed, self.dtype
-        )
-        is_other = (indices != expected_indices) & (expected[0] > 0)
+        # Rows of which rounding decides about an entry are not compared.
+        is_clear = self._is_clear(wide[0], options)
+        is_other = indices != expected_indices
+        if self.selection_bias is not None or self.softcap is not None:
+            is_clear = is_clear & ~is_other.any(-1)
+            is_other = is_other.any(-1) & ~in_order(indices, *self._ranks(wide[0], given), FLOAT)
         count = int(is_other.sum())
-        found["indices"] = Deviation(math.inf if count else 0.0, f"{count} others")
+        found = {"indices": Deviation(math.inf if count else 0.0, f"{count} others")}
+
+        def clear(*tensors: Tensor) -> list[Tensor]:
+            return [each[is_clear] for each in tensors]
+
+        allowed = self._errors(wide, given, expected[0], expected_indices)
+        names = ["probabilities", "gradient of logits"]
+        compared = clear(*actual), clear(*expected), clear(*allowed)
+        found |= _deviations(names, *compared, self.dtype)
+        if self.softcap is None and (drawn := self.drawn(data, fused, logits, options)):
+            (draws, p, among), numbers = drawn
+            expected_p, expected_among = megasoftmax.softmax_topk(
+                wide[0], self.k, **options, renormalize=True, fused=False
+            )
+            compared = clear(p), clear(expected_p), clear(expected_p)
+            found |= _deviations(["probabilities of sample"], *compared, FLOAT)
+            distances = distances_of_drawn(draws, expected_p, expected_among, numbers)
+            distances = distances.masked_fill((among != expected_among).any(-1), math.inf)
+            worst = float(torch.where(is_clear, distances, 0.0).max()) if distances.numel() else 0.0
+            message = f"{worst:.3g} from the numbers that draw an index"
+            found["indices of sample"] = Deviation(worst / _noise(FLOAT), message)
         return found
+
+    def _is_clear(self, logits: Tensor, options: dict[str, Any]) -> Tensor:
+        """Rows of which slightly other limits keep the same entries."""
+
+        def kept(factor: float) -> Tensor:
+            moved = dict(options)
+            for name in ("top_p", "min_p"):
+                if options[name] is not None:
+                    limit = torch.as_tensor(options[name], device=logits.device).float()
+                    of_none = limit >= 1 if name == "top_p" else limit <= 0
+                    moved[name] = torch.where(of_none, limit, (limit * factor).clamp(max=1))
+            given = moved | {"softcap": self.softcap, "fused": False}
+            return megasoftmax.softmax_topk(logits, self.k, **given)[0] > 0
+
+        if options["top_p"] is None and options["min_p"] is None:
+            return torch.ones(self.shape[:-1], dtype=torch.bool, device=logits.device)
+        return (kept(1 - 1e-5) == kept(1 + 1e-5)).all(-1)
+
+    def _ranks(self, logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """What chooses entries, and what float32 may lose of it."""
+        eps = torch.finfo(FLOAT).eps
+        z = logits.double() * _of_logits(given["scale"])
+        errors = eps * z.abs()
+        if self.softcap is not None:
+            z = self.softcap * torch.tanh(z / self.softcap)
+            errors = 8 * eps * z.abs()
+        if given["mask"] is not None:
+            z = z.masked_fill(given["mask"], -torch.inf)
+        if self.selection_bias is None:
+            return z, errors
+        if self.score == "sigmoid":
+            scores, relative = z.sigmoid(), errors
+        else:
+            scores = z.softmax(-1)
+            relative = errors + (scores * errors).sum(-1, True)
+        ranks = (scores + given["selection_bias"]).masked_fill(z == -torch.inf, -torch.inf)
+        return ranks, scores * (relative + 8 * eps)
+
+    def _errors(
+        self, wide: list[Tensor], given: dict[str, Any], chosen: Tensor, indices: Tensor
+    ) -> list[Tensor]:
+        """What probabilities, and the gradient of the logits, are rounded of."""
+        logits, incoming = wide
+        scale = _of_logits(given["scale"])
+        dense = torch.zeros_like(logits).scatter(-1, indices, (chosen > 0) * incoming.abs())
+        if self.renormalize or self.score == "sigmoid":
+            p = torch.zeros_like(logits).scatter(-1, indices, chosen)
+        else:
+            of_row = {"softcap": self.softcap, "mask": given["mask"]}
+            p = megasoftmax.softmax(logits * scale, **of_row, fused=False)
+        p = _stored(p, self.dtype)
+        errors, z = _score_errors(p, p, dense, (p * dense).sum(-1, True)), logits * scale
+        if self.score == "sigmoid" and not self.renormalize:
+            errors = p * dense
+        if self.softcap is not None:
+            errors = errors * (1 - torch.tanh(z / self.softcap).square() + 0.05)
+            z = self.softcap * torch.tanh(z / self.softcap)
+        if self.score == "sigmoid":
+            errors = errors * torch.sigmoid(-z)
+        return [chosen, abs(scale) * errors]
+
+
+def _of_logits(scale: Any) -> Any:
+    """The scale of all rows, or [..., 1] of each."""
+    return scale.float().unsqueeze(-1) if isinstance(scale, Tensor) else scale
 
 
 class Attention(Drawn):

@@ -29,6 +29,8 @@ MAX_FLOAT_HEAD_DIM = LIMITS.attention["kMaxFloatHeadDim"]
 VECTORS = sorted(
     {each.max_vectors for each in LIMITS.forward + LIMITS.backward if each.max_vectors}
 )
+# Of routers that run fused: their K and columns.
+MAX_ROUTER_K, MAX_EXPERTS = LIMITS.topk["kTileMaxK"], LIMITS.topk["kRouterMaxColumns"]
 LARGE = 16  # times the usual size
 HEAD_DIMS = (1, 5, 8, 16, 20, 32, 33, 40, 64, 64, 72, 96, 128, 128, 160, 192, 255, MAX_HEAD_DIM)
 
@@ -68,10 +70,18 @@ def draw_columns(random: Random, most: int, dtype: torch.dtype) -> int:
     return most if kind == "long" else draw_size(random, min(most, 1100))
 
 
-def draw_rows(random: Random, usual: int) -> tuple[Shape, torch.dtype]:
-    """The shape of scores, whose last dimension is a row, and their type."""
+def draw_experts(random: Random, most: int, dtype: torch.dtype) -> int:
+    """The length of a row of a router that runs fused."""
+    pack = 16 // dtype.itemsize
+    return pack * draw_size(random, min(most, MAX_EXPERTS) // pack)
+
+
+def draw_rows(
+    random: Random, usual: int, length: Callable[..., int] = draw_columns
+) -> tuple[Shape, torch.dtype]:
+    """The shape of scores, whose last dimension is a row of such a length, and their type."""
     dtype, most = random.choice((HALF, BFLOAT, FLOAT)), draw_most(random, usual)
-    columns = draw_columns(random, min(int(most ** random.uniform(0.3, 1)), usual), dtype)
+    columns = length(random, min(int(most ** random.uniform(0.3, 1)), usual), dtype)
     leading: list[int] = []
     for _ in range(random.choices(range(6), (4, 16, 20, 40, 12, 8))[0]):
         rows = min(most // (columns * math.prod(leading)), random.choice((300, 300, most)))
@@ -232,6 +242,74 @@ class Mask(Drawn):
         return self.layout.place(mask)
 
 
+class OfRows(Drawn):
+    """A number of each row, from low to high; of an integer type whole numbers."""
+
+    @classmethod
+    def draw(cls, random: Random, rows: Shape, low: float, high: float, *dtypes: Any) -> "OfRows":
+        kept = draw_broadcast(random, rows)
+        return cls(
+            shape=kept,
+            low=low,
+            high=high,
+            dtype=random.choice(dtypes or (FLOAT, FLOAT, HALF, BFLOAT)),
+            layout=Layout.draw(random, len(kept)),
+        )
+
+    def make(self, data: Data) -> Tensor:
+        values = self.low + (self.high - self.low) * data.uniform(self.shape)
+        return self.layout.place(values.to(self.dtype))
+
+
+OF_SAMPLING = "top_k", "top_p", "min_p"
+
+
+def draw_limits(random: Random, rows: Shape, k: int) -> dict[str, Any]:
+    """top_k, top_p and min_p, each None, a number or one of each row. Some limit nothing."""
+    if chance(random, 0.4):
+        return dict.fromkeys(OF_SAMPLING)
+    whole = (torch.int32, torch.int64)
+    # On a CPU a tensor without dimensions is a number, which has to be from 1 on.
+    of_rows = OfRows.draw(random, rows, 0, k + 3, *whole)
+    of_rows.low = 0 if of_rows.shape else 1
+    limits = {
+        "top_k": (random.randint(1, k + 2), of_rows),
+        "top_p": (
+            random.choice((0.0, 0.5, 0.999, 1.0, random.random())),
+            OfRows.draw(random, rows, 0.05, 1.0),
+        ),
+        "min_p": (
+            random.choice((0.0, 0.01, 1.0, random.random())),
+            OfRows.draw(random, rows, 0.0, 0.3),
+        ),
+    }
+    return {name: random.choice((None, *kinds)) for name, kinds in limits.items()}
+
+
+class SelectionBias(Drawn):
+    """What is added to scores where they are chosen."""
+
+    @classmethod
+    def draw(cls, random: Random, shape: Shape) -> "SelectionBias":
+        """For logits of a shape. Kernels take one bias for all rows."""
+        kept = shape[-1:] if chance(random, 0.9) else draw_broadcast(random, shape)
+        return cls(
+            shape=kept,
+            kind=random.choice(("normal", "levels", "levels", "-inf in places")),
+            magnitude=random.choice((1e-8, 1e-3, 0.3, 0.3, 1.0, 1e4)),
+            dtype=random.choice((FLOAT, FLOAT, BFLOAT, HALF)),
+            layout=Layout.draw(random, len(kept)),
+        )
+
+    def make(self, data: Data) -> Tensor:
+        x = data.normal(self.shape)
+        if self.kind == "levels":  # many equals
+            x = x.round().clamp(-1, 1)
+        elif self.kind == "-inf in places":
+            x = x.masked_fill(data.coin(self.shape, 0.3), -INF)
+        return self.layout.place(rounded(self.magnitude * x, self.dtype))
+
+
 KINDS_OF_RANGES = ("any", "any", "documents", "padding", "prefix", "few keys", "nothing in places")
 
 
@@ -290,9 +368,9 @@ class Ranges(Drawn):
         return made[0], made[1]
 
 
-def made(drawn: Mask | Ranges | None, data: Data) -> Any:
-    """A tensor or a pair of them; None where none was drawn."""
-    return None if drawn is None else drawn.make(data)
+def made(drawn: Any, data: Data) -> Any:
+    """A tensor or a pair of them; a number or None as it is."""
+    return drawn.make(data) if isinstance(drawn, Drawn) else drawn
 
 
 def unless_fused(
