@@ -112,10 +112,15 @@ def _memory_given_back() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """What a test draws without a generator of its own is the same in each run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """A test marked with `on_all_kernels` gets "cuda" with each kind of kernels."""
-    torch.manual_seed(0)
     device, _, kind = request.param.partition(" ")
     with _attention_kernels(kind or "own"):
         yield device
