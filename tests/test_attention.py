@@ -20,6 +20,7 @@ from inputs import (
     coin,
     deterministic,
     dtypes_on,
+    gpu_with_all_kernels,
     normal,
     on_all_kernels,
     tensors,
@@ -283,8 +284,7 @@ def test_pairs_of_features(combination: dict[str, Any]) -> None:
     _check_combination("cpu", combination)
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("combination", pairwise(FEATURES | ON_GPU), ids=_name)
 def test_pairs_of_features_on_gpu(combination: dict[str, Any]) -> None:
     _check_combination("cuda", combination)
@@ -301,8 +301,7 @@ def test_pairs_are_complete() -> None:
 # Sizes
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 200, 257, 1000])
 @pytest.mark.parametrize(
@@ -322,8 +321,7 @@ def test_sizes(dims: tuple[int, int], length: int, dtype: torch.dtype) -> None:
     check(q, k, v, bias=bias, what="with bias")
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "dims"),
@@ -352,8 +350,7 @@ def test_masks_over_any_number_of_tiles(
         check(q, k, v, mask=mask | tiles, causal=causal, what=f"coins in tiles {unseen}")
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("bias", ["none", "shared", "own", "relative"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [(32, 32), (40, 24), (64, 64), (96, 96), (128, 128), (256, 256)])
@@ -387,8 +384,7 @@ def test_masks_of_keys(
         check(q, k, v, **given, **options, what=what)
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dims", [(136, 136), (192, 192), (200, 256), (256, 256)])
 @pytest.mark.parametrize("lengths", [(17, 1), (65, 63), (64, 128), (300, 170), (1000, 130)])
@@ -409,8 +405,7 @@ def test_wide_heads(lengths: tuple[int, int], dims: tuple[int, int], dtype: torc
         check(q, k, v, **options, what=what)
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize(
     ("shape", "bias", "causal", "names"),
     [
@@ -460,8 +455,7 @@ def test_gradients_have_the_same_bits_in_any_mode(
         assert all(bits_equal(found, each) for each in others)
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("kind", ["16 bits", "float32", "of keys", "of queries", "shared", "table"])
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(
@@ -501,8 +495,7 @@ SHARING: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
 }
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize(
     ("dtype", "dims"),
@@ -730,8 +723,7 @@ def test_decoding(heads: tuple[int, int], keys: int, queries: int, dtype: torch.
         check(q, k, v, causal=True, window=(300, 0), what=f"{dims}, window")
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [40, 64, 128, 200])
 @pytest.mark.parametrize("lengths", [(17, 1500), (64, 4001), (100, 9000), (193, 2304)])
@@ -763,8 +755,7 @@ def test_blocks_share_the_keys_of_queries(
     check(q, k, v, bias=large, what="large bias")
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dim", [32, 64, 128, 200])
 @pytest.mark.parametrize(
@@ -788,8 +779,7 @@ def test_decoding_adds_up_parts(lengths: tuple[int, int], dim: int, dtype: torch
     assert bits_equal(*found)
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("queries", [8, 9, 17, 33, 64, 65])
 @pytest.mark.parametrize("heads", [(2, 1), (6, 2), (5, 1), (8, 1)])
@@ -852,8 +842,7 @@ def test_wide_heads_of_inference(
         torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 def test_splits_drop_what_whole_rows_drop() -> None:
     """Of keys that are split, those that a call of many batches keeps whole."""
     shape = {"batch": 1, "heads": (2, 2), "lengths": (40, 3000), "dims": (64, 64)}
@@ -894,8 +883,7 @@ def _table(kind: str, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
     return normal(*shape, device="cuda", dtype=dtype, seed=4)
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "dims", [*((d, d) for d in (32, 40, 64, 72, 96, 128, 160, 256)), (192, 128)]
@@ -918,8 +906,7 @@ def test_tables_over_any_number_of_tiles(
             check(q, k, v, bias=bias, mask=mask, sink=0.5, what=f"{kind}, mask")
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dims", [(192, 128), (192, 64), (160, 128), (136, 96)])
 @pytest.mark.parametrize("lengths", [(64, 64), (520, 520), (300, 777), (777, 300)])
@@ -935,8 +922,7 @@ def test_values_of_fewer_columns(
         check(q, k, v, causal=True, mask=mask, sink=0.5, what=f"{heads}, mask")
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tables_of_grouped_heads(dim: int) -> None:
     """A block of keys takes the queries of several heads in turn. Their tables differ.
@@ -955,8 +941,7 @@ def test_tables_of_grouped_heads(dim: int) -> None:
         check(q, k, v, bias=RelativeBias(bias), mask=tiles, sink=0.5, what=f"{shape}, mask")
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dim", [32, 48, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(
@@ -996,8 +981,7 @@ def test_dense_biases_of_batches_and_heads(
     check(q, k, v, bias=values, **options, mask=mask, what=f"{bias}, mask")
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dim", [48, 64, 96, 128])
 @pytest.mark.parametrize("lengths", [(500, 500), (200, 1100), (1300, 1300)])
 def test_windows_without_a_right_end(lengths: tuple[int, int], dim: int) -> None:
@@ -1035,8 +1019,7 @@ def test_gradients_of_biases_that_batches_share_have_the_same_bits_each_time(
     torch.testing.assert_close(runs[0].float(), expected, rtol=2**-8, atol=tiny)
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_gradients_of_tables_are_no_numbers_at_distances_of_such_a_query_alone(
@@ -1532,8 +1515,7 @@ def test_large_biases(queries: int, kind: str, magnitude: float, device: str) ->
             check(q, k, v, bias=bias, causal=True)
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("half", [0, 1])
 def test_large_logits_of_half_the_rows(half: int, dim: int) -> None:
@@ -1546,8 +1528,7 @@ def test_large_logits_of_half_the_rows(half: int, dim: int) -> None:
     check(torch.where(is_large, 300 * q, q), k, v, what="queries")
 
 
-@gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("rise", [4.0, 9.0, 11.0, 95.0, 300.0])
 def test_logits_that_rise(rise: float, dim: int) -> None:

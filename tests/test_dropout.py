@@ -9,7 +9,7 @@ import op_checks
 import processes
 import pytest
 import torch
-from inputs import coin, deterministic, normal
+from inputs import coin, deterministic, gpu_with_all_kernels, normal
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
@@ -371,8 +371,7 @@ def test_attention_that_drops_nearly_all_is_not_fused(device):
         assert ("dropout" in [reason.constraint for reason in reasons]) == is_refused
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(
     "bias", [None, (1, 4, 380, 376), (2, 4, 380, 376), (2, 1, 380, 376), (4, 755)], ids=str
@@ -403,8 +402,7 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
                 assert difference <= tolerance * wanted.float().abs().max()
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("rise", [4.0, 11.0, 95.0])
 def test_kernels_drop_where_logits_rise(rise, dim):
@@ -429,8 +427,7 @@ def test_kernels_drop_where_logits_rise(rise, dim):
         assert difference <= 0.02 * wanted.float().abs().max()
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize(
     "given", ["nothing", "causal", "window", "ranges", "mask", "dense bias", "table", "splits"]
 )

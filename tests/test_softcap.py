@@ -12,7 +12,15 @@ import oracle_attention
 import oracle_topk
 import pytest
 import torch
-from inputs import DTYPES, attention_on, bits_equal, coin, normal, on_all_kernels
+from inputs import (
+    DTYPES,
+    attention_on,
+    bits_equal,
+    coin,
+    gpu_with_all_kernels,
+    normal,
+    on_all_kernels,
+)
 from torch import Tensor
 
 import megasoftmax
@@ -203,8 +211,7 @@ def test_attention_with_a_bias(
         torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_drop_what_the_reference_drops(dtype: torch.dtype) -> None:
     seed = torch.tensor([3], device="cuda")
