@@ -63,7 +63,7 @@ LAYERS = {
         "options ranges reference tracing"
     ),
     "layers": {"functions"},
-    "hub": {"checks", "functions", "ranges"},
+    "hub": {"checks", "functions", "options", "ranges"},
     "modules": _names("arguments autocast biases checks dispatch functions host masks options"),
     "megasoftmax": _names("biases dispatch distributed functions layers masks modules ranges"),
     "integrations": _names(
