@@ -172,8 +172,7 @@ def test_rows_that_see_less_drop_the_same(limits, columns, dtype, device):
             found.append((p, lse, *gradient))
         assert torch.equal(found[0][0] != 0, found[1][0] != 0)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-        for actual, wanted in zip(*found, strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("queries", [1, 16, 17, 65, 200])

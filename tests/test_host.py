@@ -211,8 +211,7 @@ def test_same_bits_as_through_python(name, case, served, in_python):
     found = call(name, options)
     assert served == [True]
     expected = in_python(call, name, options | {"fused": True})
-    for actual, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +227,7 @@ def test_gradient_of_one_argument(name, wants, served, in_python):
     found = call(name, options, [wants])
     assert served == [True]
     expected = in_python(call, name, options | {"fused": True}, [wants])
-    for actual, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class BackwardOps(torch.utils._python_dispatch.TorchDispatchMode):
@@ -881,8 +879,7 @@ def test_gradients_of_one_of_several_results(served):
             torch.autograd.grad(each, (scores, sink, bias), weights, retain_graph=True)
             for each in (one, wanted)
         ]
-        for actual, expected in zip(*found, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
