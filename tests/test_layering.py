@@ -228,6 +228,25 @@ def test_records_have_the_options_of_their_functions(function, record):
     assert tuple(given) == record._fields
 
 
+@pytest.mark.parametrize(
+    ("function", "keywords"),
+    [
+        (megasoftmax.softmax, options.SoftmaxKeywords),
+        (megasoftmax.softmax_topk, options.TopkKeywords),
+        (megasoftmax.sample, options.SampleKeywords),
+        (megasoftmax.attention, options.AttentionKeywords),
+        (megasoftmax.attention_varlen, options.VarlenKeywords),
+    ],
+)
+def test_type_checkers_are_told_the_options_of_functions(function, keywords):
+    parameters = inspect.signature(function).parameters.values()
+    given = {each.name: each.annotation for each in parameters if each.kind is each.KEYWORD_ONLY}
+    wanted = keywords.__annotations__
+    (decides,) = given.keys() - wanted  # what the call returns
+    wanted = {name: getattr(each, "__forward_arg__", each) for name, each in wanted.items()}
+    assert given == wanted | {decides: bool}
+
+
 def test_backward_functions_go_on_with_the_arguments_of_the_forward():
     """Autograd and rings hand them on as slices."""
     given, backward = attention.ForwardArguments._fields, attention.BackwardArguments._fields
