@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import op_checks
+import oracle
 import processes
 import pytest
 import torch
@@ -98,19 +99,8 @@ def gradients_of_equal_keys(queries, keys, dim, dropout, seed, **options):
     return torch.cat(kept, -2), torch.cat(of_scores, -1)
 
 
-def philox(counter, seed):
-    """Four words of 32 bits, from 7 rounds."""
-    most = 2**32 - 1
-    c, k = list(counter), [seed & most, (seed >> 32) & most]
-    for _ in range(7):
-        left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [(right >> 32) ^ c[1] ^ k[0], right & most, (left >> 32) ^ c[3] ^ k[1], left & most]
-        k = [(k[0] + 0x9E3779B9) & most, (k[1] + 0xBB67AE85) & most]
-    return c
-
-
 def is_kept(head, i, j, dropout, seed):
-    words = philox((j // 32, i // 16, head, i % 8 * 8 + j % 8), seed)
+    words = oracle.philox((j // 32, i // 16, head, i % 8 * 8 + j % 8), seed)
     word = words[i // 8 % 2 * 2 + j // 8 % 4 // 2]
     bits = (word >> 16 if j // 8 % 2 else word) & 0x7FFF
     return bits >= round(dropout * 32768)
