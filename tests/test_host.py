@@ -316,8 +316,7 @@ def test_layers_get_attention_as_they_go_on_with_it(case, served, in_python):
         torch.autograd.grad((each.float() * weights).sum(), leaves)
         for each in (output, expected.transpose(1, 2))
     ]
-    for actual, wanted in zip(*grads, strict=True):
-        assert actual.equal(wanted)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_what_layers_get_may_be_changed_in_place(served):
@@ -391,9 +390,8 @@ def test_without_gradients(name, served):
         tensors = tensors if name == "attention" else tensors[:1]
         results = [getattr(megasoftmax, name)(*tensors, **options, fused=f) for f in (None, False)]
     assert served == [True, False]
-    for actual, wanted in zip(*map(torch.utils._pytree.tree_leaves, results), strict=True):
-        assert not actual.requires_grad
-        assert actual.equal(wanted)
+    assert not any(each.requires_grad for each in torch.utils._pytree.tree_leaves(results[0]))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def as_sixteen_bits(value):
@@ -713,10 +711,7 @@ def test_sample(return_probabilities, name, served, in_python):
     found = megasoftmax.sample(logits, **options)
     assert served == [True]
     expected = in_python(lambda: megasoftmax.sample(logits, **options, fused=False))
-    for actual, wanted in zip(
-        *map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True
-    ):
-        assert actual.equal(wanted)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     served.clear()
     megasoftmax.sample(logits, 3)  # Python draws a seed
     assert served == []
@@ -844,8 +839,7 @@ def test_checkpoints(reentrant, served):
         output.float().square().sum().backward()
         found.append((output, query.grad))
         query.grad = None
-    for plain, again in zip(*found, strict=True):
-        assert plain.equal(again)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
     assert served in ([True] * 2, [True] * 3)  # the second computation may stop early
 
 
