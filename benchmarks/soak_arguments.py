@@ -98,26 +98,22 @@ def _of_keys(call: Call) -> tuple[int, int, int]:
     return call.sizes.batch, call.sizes.key_heads, call.sizes.keys
 
 
-def _tokens_first(kind: str, parts: int = 0) -> list[Make]:
-    """Tokens before heads; several of them side by side."""
-
-    def make(call: Call) -> Tensor:
-        return VALUES[kind][0](call).transpose(1, 2)
-
-    if not parts:
-        return [make]
-    return [lambda call: torch.stack([make(call) for _ in range(parts)], -3)]
+def _tokens_first(kind: str) -> Make:
+    """Tokens before heads."""
+    return lambda call: VALUES[kind][0](call).transpose(1, 2)
 
 
-def _packed(kind: str, parts: int = 0) -> list[Make]:
+def _packed(kind: str) -> Make:
     """[tokens, heads, dim], of the first of the batch and as many keys as queries."""
 
     def make(call: Call) -> Tensor:
         tensor = VALUES[kind][0](call)
         return call.normal(call.sizes.queries, tensor.shape[1], tensor.shape[3])
 
-    if not parts:
-        return [make]
+    return make
+
+
+def _side_by_side(make: Make, parts: int) -> list[Make]:
     return [lambda call: torch.stack([make(call) for _ in range(parts)], -3)]
 
 
@@ -214,12 +210,12 @@ VALUES: dict[str, list[Make]] = {
     "query": [lambda call: call.normal(*call.pairs[:3], call.sizes.dim)],
     "key": [lambda call: call.normal(*_of_keys(call), call.sizes.dim)],
     "value": [lambda call: call.normal(*_of_keys(call), call.sizes.value_dim)],
-    **{f"packed {each}": _packed(each) for each in ("query", "key", "value")},
-    **{f"tokens of {each}": _tokens_first(each) for each in ("query", "key", "value")},
-    "kv": _tokens_first("key", 2),
-    "qkv": _tokens_first("query", 3),
-    "packed kv": _packed("key", 2),
-    "packed qkv": _packed("query", 3),
+    **{f"packed {each}": [_packed(each)] for each in ("query", "key", "value")},
+    **{f"tokens of {each}": [_tokens_first(each)] for each in ("query", "key", "value")},
+    "kv": _side_by_side(_tokens_first("key"), 2),
+    "qkv": _side_by_side(_tokens_first("query"), 3),
+    "packed kv": _side_by_side(_packed("key"), 2),
+    "packed qkv": _side_by_side(_packed("query"), 3),
     "group": [lambda call: _one_process()],
     "order": _of("contiguous", "zigzag"),
     "lengths": [lambda call: (call.sizes.keys,), *_of([numpy.int64(5)])],

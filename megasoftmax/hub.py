@@ -19,6 +19,7 @@ from torch import Tensor
 from megasoftmax import checks, ranges
 from megasoftmax.functions.attention import attention
 from megasoftmax.functions.softmax import softmax
+from megasoftmax.options import AttentionOptions
 
 
 def attention_forward(
@@ -99,15 +100,15 @@ def attention_forward(
         visible = ranges.segments((position_ids == 0).cumsum(-1))
     elif causal and position_ids is not None and query.shape[2] < key.shape[2]:
         visible, window = _written(position_ids, query, key, window)
-    options: dict[str, Any] = {"mask": mask, "causal": causal, "window": window}
-    options |= {"visible": visible, "sink": s_aux, "bias": position_bias, "softcap": softcap}
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(position_bias, mask, scale, softcap, causal, window, visible, s_aux)
     if dropout == 0:
-        output = attention(query, key, value, scale=scaling, **options)
+        output = attention(query, key, value, **options._asdict())
     else:
         group = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(group, 1) for each in (key, value))
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = softmax(query @ key.mT, scale=scale, dropout=dropout, **options) @ value
+        of_softmax = options._replace(dropout=dropout).of_softmax()
+        output = softmax(query @ key.mT, **of_softmax) @ value
     return output.transpose(1, 2).contiguous(), None
 
 

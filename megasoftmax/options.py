@@ -7,7 +7,7 @@ what came.
 """
 
 import numbers
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -245,6 +245,63 @@ class AttentionOptions(NamedTuple):
 
 
 _OF_BOTH = [name for name in AttentionOptions._fields if name in SoftmaxOptions._fields]
+
+
+# Options for type checkers: all but those that decide what a call returns.
+
+
+class _KeywordsOfPairs(TypedDict, total=False):
+    softcap: float | None
+    causal: bool
+    window: Window | None
+    sink: Tensor | float | None
+    dropout: float
+    seed: Tensor | None
+    fused: bool | None
+
+
+class SoftmaxKeywords(_KeywordsOfPairs, total=False):
+    scale: float
+    mask: Tensor | None
+    bias: Tensor | None
+    visible: Ranges | None
+    dtype: torch.dtype | None
+    dim: int
+
+
+class VarlenKeywords(_KeywordsOfPairs, total=False):
+    bias: RelativeBias | None
+    scale: float | None
+
+
+class AttentionKeywords(_KeywordsOfPairs, total=False):
+    bias: Tensor | RelativeBias | None
+    mask: Tensor | TileMask | None
+    scale: float | None
+    visible: Ranges | None
+
+
+class _KeywordsOfRows(TypedDict, total=False):
+    scale: float | Tensor
+    mask: Tensor | None
+    top_k: int | Tensor | None
+    top_p: float | Tensor | None
+    min_p: float | Tensor | None
+    fused: bool | None
+
+
+class SampleKeywords(_KeywordsOfRows, total=False):
+    seed: Tensor | None
+
+
+class TopkKeywords(_KeywordsOfRows, total=False):
+    softcap: float | None
+    bias: Tensor | None
+    score: Literal["softmax", "sigmoid"]
+    selection_bias: Tensor | None
+    renormalize: bool
+    dtype: torch.dtype | None
+    group: "ProcessGroup | None"
 
 
 def sink_operands(

@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -92,6 +92,16 @@ def forks() -> Iterator[Forks]:
     found = Forks()
     yield found
     found.close()
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """`register` of the adapter of transformers; what a test registers by it does not last."""
+    from megasoftmax.integrations import transformers
+
+    yield transformers.register
+    monkeypatch.undo()
+    transformers.register()
 
 
 @pytest.fixture

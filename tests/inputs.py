@@ -203,6 +203,11 @@ def dtypes_on(device: str) -> list[torch.dtype]:
     return [torch.float32, *HALVES] if device == "cuda" else [torch.float32, torch.bfloat16]
 
 
+def gpu_with_all_kernels(test: Any) -> Any:
+    """Marks a test of a GPU that all kinds of kernels must pass."""
+    return pytest.mark.gpu(pytest.mark.usefixtures("kernels")(test))
+
+
 def tensors(
     device: str,
     dtype: torch.dtype = torch.float32,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import RelativeBias
+from megasoftmax import RelativeBias, reference
+from megasoftmax.reference.softmax import plain
 
 BATCH, HEADS, QUERIES, KEYS, K = 2, 3, 2, 4, 3
 SHAPE = (BATCH, HEADS, QUERIES, KEYS)
@@ -46,12 +47,31 @@ class Draw(NamedTuple):
     def seed(self, dropout: float) -> Tensor | None:
         return torch.tensor([5], device=self.device) if dropout else None
 
-    def bounds(self, keys: int, first: Any, end: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Ranges of these shapes, some empty, and some that reach beyond the keys."""
-        return (
-            None if first is None else torch.randint(-2, keys, first, device=self.device).int(),
-            None if end is None else torch.randint(0, keys + 3, end, device=self.device).int(),
-        )
+    def bounds(self, name: str, keys: int, shape: Sequence[int] | None) -> Tensor | None:
+        """Of ranges, first or end: some are empty, and some reach beyond the keys."""
+        lowest, above = {"first": (-2, keys), "end": (0, keys + 3)}[name]
+        if shape is None:
+            return None
+        return torch.randint(lowest, above, shape, device=self.device).int()
+
+    def arguments(self, record: Any, keys: int, **case: Any) -> Any:
+        """Of an op, in its record: a case has options, and shapes in the place of tensors."""
+        visible = dict(zip(("first", "end"), case.get("visible", NO_RANGE), strict=True))
+        case = {"dtype": self.dtype, "seed": self.seed(case.get("dropout", 0.0))} | visible | case
+        for name in record._fields:
+            if name in visible:
+                case[name] = self.bounds(name, keys, case[name])
+            elif name in _DRAWN and name in case:
+                case[name] = _DRAWN[name](self, case[name])
+        return plain(record, **{name: case[name] for name in record._fields if name in case})
+
+
+_DRAWN = {
+    **dict.fromkeys(("scores", "logits", "bias", "sink"), Draw.floats),
+    **dict.fromkeys(("row_scale", "row_top_p", "row_min_p", "selection_bias"), Draw.parts),
+    "mask": Draw.mask,
+    "row_top_k": Draw.counts,
+}
 
 
 class Family(NamedTuple):
@@ -84,23 +104,7 @@ class Family(NamedTuple):
 
 
 def softmax_arguments(draw: Draw, shape: tuple[int, ...] = SHAPE, **case: Any) -> tuple[Any, ...]:
-    return (
-        draw.floats(shape),
-        case.get("scale", 1.0),
-        case.get("softcap", 0.0),
-        draw.mask(case.get("mask")),
-        draw.floats(case.get("bias")),
-        case.get("causal", False),
-        case.get("left", -1),
-        case.get("right", -1),
-        *draw.bounds(KEYS, *case.get("visible", NO_RANGE)),
-        draw.floats(case.get("sink")),
-        case.get("sink_value"),
-        case.get("out", draw.dtype),
-        case.get("return_lse", False),
-        case.get("dropout", 0.0),
-        draw.seed(case.get("dropout", 0.0)),
-    )
+    return draw.arguments(reference.softmax.ForwardArguments, KEYS, scores=shape, **case)
 
 
 def softmax_backward_arguments(draw: Draw, lse: bool = True, **case: Any) -> tuple[Any, ...]:
@@ -113,7 +117,7 @@ def softmax_backward_arguments(draw: Draw, lse: bool = True, **case: Any) -> tup
         -0.7,
         None if bias is None else torch.empty(bias, device=draw.device, dtype=draw.dtype),
         *(False, -1, -1),
-        *draw.bounds(KEYS, *case.get("visible", NO_RANGE)),
+        *map(draw.bounds, ("first", "end"), (KEYS, KEYS), case.get("visible", NO_RANGE)),
         draw.floats(sink),
         *(None, draw.dtype, bias is not None, sink is not None),
     )
@@ -156,7 +160,7 @@ def softmax(scores: Tensor, bias: Tensor, sink: Tensor, mask: Tensor, **options:
 
 
 def columns_arguments(draw: Draw, shape: tuple[int, ...] = (2, 5, 3), **case: Any) -> Any:
-    return draw.floats(shape), -0.7, case.get("out", draw.dtype), case.get("return_lse", False)
+    return draw.floats(shape), -0.7, case.get("dtype", draw.dtype), case.get("return_lse", False)
 
 
 def columns_backward_arguments(draw: Draw, lse: bool = True) -> tuple[Any, ...]:
@@ -181,26 +185,9 @@ def columns(scores: Tensor, **options: Any) -> Any:
 
 
 def topk_arguments(draw: Draw, shape: tuple[int, ...] = (2, 3, 7), **case: Any) -> tuple[Any, ...]:
-    return (
-        draw.floats(shape),
-        case.get("k", K),
-        case.get("scale", 1.0),
-        case.get("softcap", 0.0),
-        draw.mask(case.get("mask")),
-        draw.floats(case.get("bias")),
-        case.get("renormalize", False),
-        case.get("out", draw.dtype),
-        case.get("candidates", False),
-        draw.parts(case.get("row_scale")),
-        case.get("top_k", 0),
-        draw.counts(case.get("row_top_k")),
-        case.get("top_p", 1.0),
-        draw.parts(case.get("row_top_p")),
-        case.get("min_p", 0.0),
-        draw.parts(case.get("row_min_p")),
-        case.get("sigmoid", False),
-        draw.parts(case.get("selection_bias")),
-    )
+    usual = {"k": K, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    usual |= dict.fromkeys(("renormalize", "candidates", "sigmoid"), False)
+    return draw.arguments(reference.topk.ForwardArguments, 0, logits=shape, **usual | case)
 
 
 def topk_backward_arguments(draw: Draw, lse: bool = True, **case: Any) -> tuple[Any, ...]:
@@ -247,26 +234,10 @@ def attention_arguments(draw: Draw, **case: Any) -> tuple[Any, ...]:
         return draw.floats((BATCH, heads, length, dim))
 
     dim, value_dim = case.get("dims", (DIM, VALUE_DIM))
-    return (
-        states(2 * KEY_HEADS, 5, dim),
-        states(KEY_HEADS, 7, dim),
-        states(KEY_HEADS, 7, value_dim),
-        draw.floats(case.get("bias")),
-        draw.mask(case.get("mask")),
-        0.4,
-        case.get("softcap", 0.0),
-        case.get("causal", False),
-        *case.get("window", (-1, -1)),
-        draw.floats(case.get("sink")),
-        case.get("sink_value"),
-        case.get("relative", False),
-        *draw.bounds(7, *case.get("visible", NO_RANGE)),
-        None,
-        case.get("block", 1),
-        case.get("dropout", 0.0),
-        draw.seed(case.get("dropout", 0.0)),
-        False,
-    )
+    sizes = {"query": (2 * KEY_HEADS, 5, dim)}
+    sizes |= {"key": (KEY_HEADS, 7, dim), "value": (KEY_HEADS, 7, value_dim)}
+    case |= {name: states(*each) for name, each in sizes.items()}
+    return draw.arguments(reference.attention.ForwardArguments, 7, scale=0.4, **case)
 
 
 def attention_backward_arguments(
@@ -321,7 +292,7 @@ def attention(
 ATTENTION_CASES = {
     "plain": {},
     "causal": {"causal": True},
-    "window": {"window": (2, 1)},
+    "window": {"window_left": 2, "window_right": 1},
     "mask": {"mask": (BATCH, 4, 5, 7)},
     "mask of keys": {"mask": (BATCH, 1, 1, 7)},
     "bias": {"bias": (BATCH, 4, 5, 7)},
@@ -410,9 +381,13 @@ FAMILIES = {
             "plain": {},
             "scaled": {"scale": -0.3, "return_lse": True},
             "mask": {"mask": (BATCH, 1, QUERIES, KEYS)},
-            "causal window": {"causal": True, "left": 2},
+            "causal window": {"causal": True, "window_left": 2},
             "bias": {"bias": (1, HEADS, QUERIES, KEYS)},
-            "broadcast bias": {"bias": (QUERIES, KEYS), "mask": (1, HEADS, 1, KEYS), "right": 1},
+            "broadcast bias": {
+                "bias": (QUERIES, KEYS),
+                "mask": (1, HEADS, 1, KEYS),
+                "window_right": 1,
+            },
             "sink": {"sink": (HEADS,), "return_lse": True},
             "one sink": {"sink": (1,), "bias": (KEYS,), "return_lse": True},
             "sink value": {"sink_value": 0.5, "mask": (KEYS,), "return_lse": True},
@@ -426,7 +401,7 @@ FAMILIES = {
                 "return_lse": True,
                 "causal": True,
             },
-            "float16": {"out": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
+            "float16": {"dtype": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
             "softcap": {"softcap": 0.5, "scale": -0.7, "return_lse": True},
             "softcap and all": {
                 "softcap": 0.5,
@@ -471,7 +446,7 @@ FAMILIES = {
         cases={
             "plain": {},
             "lse": {"return_lse": True},
-            "float16": {"out": torch.float16, "return_lse": True},
+            "float16": {"dtype": torch.float16, "return_lse": True},
             "nothing": {"shape": (2, 0, 3)},
             "one column": {"shape": (2, 5, 1), "return_lse": True},
         },

@@ -336,6 +336,17 @@ def assert_row(
     assert_matches(d_scores, wanted.value, scores.dtype, what=what, **options)
 
 
+def philox(counter: tuple[int, ...], seed: int) -> list[int]:
+    """Four words of 32 bits: Philox 4x32 with 7 rounds, in Python's integers."""
+    most = 2**32 - 1
+    c, k = list(counter), [seed & most, (seed >> 32) & most]
+    for _ in range(7):
+        left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(right >> 32) ^ c[1] ^ k[0], right & most, (left >> 32) ^ c[3] ^ k[1], left & most]
+        k = [(k[0] + 0x9E3779B9) & most, (k[1] + 0xBB67AE85) & most]
+    return c
+
+
 def random_like(tensor: Tensor, seed: int) -> Tensor:
     generator = torch.Generator(tensor.device).manual_seed(seed)
     values = torch.randn(tensor.shape, generator=generator, device=tensor.device)

@@ -58,7 +58,7 @@ class Case:
         """
         options = dict(self.options)
         if self.family == "topk forward":
-            return TOPK_REGIMES[options["regime"]][0] == '"cluster_16"'
+            return TOPK_REGIMES[options["regime"]][0] == "cluster_16"
         return options.get("regime") in LARGE_CLUSTERS
 
     def run(self, device, is_brief=False):
@@ -223,9 +223,7 @@ def table_of(header, name):
     text = (extension.CSRC / header).read_text()
     table = re.search(rf"{name}\[\] = \{{\n(.*?)\n\}};", text, re.DOTALL)
     assert table is not None, name
-    return [
-        re.findall(r'[\w"]+', row) for row in re.findall(r"^ *\{(.*)\}", table[1], re.MULTILINE)
-    ]
+    return [re.findall(r"\w+", row) for row in re.findall(r"^ *\{(.*)\}", table[1], re.MULTILINE)]
 
 
 # Softmax over the last dimension

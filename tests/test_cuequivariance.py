@@ -56,16 +56,14 @@ def test_equals_the_definition(case, scale):
     options = {"kv_lengths": LENGTHS} if case == "lengths" else {"mask": keep}
     output, lse, largest = triangle_attention(*given, scale=scale, return_aux=True, **options)
     expected = defined(q, k, v, bias, keep, DIM**-0.5 if scale is None else scale)
-    for actual, wanted in zip((output, lse, largest), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((output, lse, largest), expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(triangle_attention(*given, scale=scale, **options), output)
     assert output.transpose(2, 3).is_contiguous()
     assert not largest.requires_grad
     weights = normal(*output.shape, device="cpu", seed=9).double()
     found = torch.autograd.grad((output * weights).sum() + lse.sin().sum(), given)
     wanted = torch.autograd.grad((expected[0] * weights).sum() + expected[1].sin().sum(), given)
-    for actual, each in zip(found, wanted, strict=True):
-        torch.testing.assert_close(actual, each, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_a_row_without_a_key_gives_zeros():
@@ -91,8 +89,7 @@ def test_tensors_without_a_batch(case):
     lacking = {name: None if each is None else each[0] for name, each in options.items()}
     found = triangle_attention(*(each[0] for each in given), return_aux=True, **lacking)
     assert wanted[0].shape == (1, ROWS, HEADS, QUERIES, DIM)
-    for actual, each in zip(found, wanted, strict=True):
-        assert torch.equal(actual, each)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_types():
@@ -347,9 +344,7 @@ def test_equals_the_package(case):
     wanted = theirs(*given, keep, return_aux=True, actual_s_kv=lengths)
     options = {"kv_lengths": LENGTHS} if case == "lengths" else {"mask": keep}
     found = triangle_attention(*given, return_aux=True, **options)
-    for actual, each in zip(found, wanted, strict=True):
-        torch.testing.assert_close(actual, each, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     weights = normal(*found[0].shape, device="cpu", seed=9)
     gradients = [torch.autograd.grad((each[0] * weights).sum(), given) for each in (found, wanted)]
-    for actual, each in zip(*gradients, strict=True):
-        torch.testing.assert_close(actual, each, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)

@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import op_checks
+import oracle
 import processes
 import pytest
 import torch
-from inputs import coin, deterministic, normal
+from inputs import coin, deterministic, gpu_with_all_kernels, normal
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
@@ -98,19 +99,8 @@ def gradients_of_equal_keys(queries, keys, dim, dropout, seed, **options):
     return torch.cat(kept, -2), torch.cat(of_scores, -1)
 
 
-def philox(counter, seed):
-    """Four words of 32 bits, from 7 rounds."""
-    most = 2**32 - 1
-    c, k = list(counter), [seed & most, (seed >> 32) & most]
-    for _ in range(7):
-        left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [(right >> 32) ^ c[1] ^ k[0], right & most, (left >> 32) ^ c[3] ^ k[1], left & most]
-        k = [(k[0] + 0x9E3779B9) & most, (k[1] + 0xBB67AE85) & most]
-    return c
-
-
 def is_kept(head, i, j, dropout, seed):
-    words = philox((j // 32, i // 16, head, i % 8 * 8 + j % 8), seed)
+    words = oracle.philox((j // 32, i // 16, head, i % 8 * 8 + j % 8), seed)
     word = words[i // 8 % 2 * 2 + j // 8 % 4 // 2]
     bits = (word >> 16 if j // 8 % 2 else word) & 0x7FFF
     return bits >= round(dropout * 32768)
@@ -172,8 +162,7 @@ def test_rows_that_see_less_drop_the_same(limits, columns, dtype, device):
             found.append((p, lse, *gradient))
         assert torch.equal(found[0][0] != 0, found[1][0] != 0)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-        for actual, wanted in zip(*found, strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("queries", [1, 16, 17, 65, 200])
@@ -371,8 +360,7 @@ def test_attention_that_drops_nearly_all_is_not_fused(device):
         assert ("dropout" in [reason.constraint for reason in reasons]) == is_refused
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(
     "bias", [None, (1, 4, 380, 376), (2, 4, 380, 376), (2, 1, 380, 376), (4, 755)], ids=str
@@ -403,8 +391,7 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
                 assert difference <= tolerance * wanted.float().abs().max()
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("rise", [4.0, 11.0, 95.0])
 def test_kernels_drop_where_logits_rise(rise, dim):
@@ -429,8 +416,7 @@ def test_kernels_drop_where_logits_rise(rise, dim):
         assert difference <= 0.02 * wanted.float().abs().max()
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize(
     "given", ["nothing", "causal", "window", "ranges", "mask", "dense bias", "table", "splits"]
 )

@@ -38,8 +38,7 @@ def assert_equal(found: Tensor, wanted: Tensor, given: list[Tensor]) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     weights = normal(*wanted.shape, device="cpu", seed=9).double()
     gradients = (torch.autograd.grad((each * weights).sum(), given) for each in (found, wanted))
-    for actual, each in zip(*gradients, strict=True):
-        torch.testing.assert_close(actual, each, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("first_is_mask", [None, True, False])

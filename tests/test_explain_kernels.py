@@ -2,16 +2,16 @@
 
 import csv
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sanitize_cases import table_of
 from typer.testing import CliRunner, Result
 
 from megasoftmax import __main__
-from megasoftmax.build import extension, library
+from megasoftmax.build import library
 from megasoftmax.explain import (
     GPU_NAMES,
     H200,
@@ -31,18 +31,6 @@ from megasoftmax.explain.attention import (
 from megasoftmax.limits import kernel_limits
 
 HALF, FLOAT = torch.float16, torch.float32
-KERNELS = extension.CSRC
-
-
-def table_of(family: str, name: str) -> list[list[str]]:
-    """The rows of a table in the limits.h of a family, as texts."""
-    header = (KERNELS / family / "limits.h").read_text()
-    found = re.search(rf" {name}\[\] = \{{\n(.*?)\n\}};", header, re.DOTALL)
-    assert found is not None
-    return [
-        [cell.strip(' "') for cell in row.split(",")]
-        for row in re.findall(r"^ *\{(.*)\},(?:  //.*)?$", found[1], re.MULTILINE)
-    ]
 
 
 # Attention
@@ -63,7 +51,7 @@ def test_tiles_of_portable_attention_are_those_of_the_table(
         (False, "kAttentionForwardTiles"),
         (True, "kAttentionBackwardTiles"),
     ):
-        row = next(row for row in table_of("attention", name) if int(row[0]) >= padded)
+        row = next(row for row in table_of("attention/limits.h", name) if int(row[0]) >= padded)
         found = explain_attention(2, 6, 1000, head_dim, key_heads=3, backward=backward, **call)
         assert not found.hopper
         warps, third, fourth = map(int, row[1:4])
@@ -116,7 +104,7 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert found.hopper
     assert back.hopper
     assert "compute capability 9.0: Hopper's own kernels" in found.why
-    forward_table = table_of("attention", "kAttentionHopperTiles")
+    forward_table = table_of("attention/limits.h", "kAttentionHopperTiles")
     tile, warpgroups, keys = next(
         (int(row[0]), int(row[2]), int(row[3])) for row in forward_table if int(row[1]) >= padded
     )
@@ -125,7 +113,7 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert (found.tile_queries, found.tile_keys) == (64 * warpgroups, keys)
     assert found.blocks == 2 * 6 * -(-3000 // (64 * warpgroups))
     assert found.workspace_bytes == 0
-    backward_table = table_of("attention", "kAttentionHopperBackwardTiles")
+    backward_table = table_of("attention/limits.h", "kAttentionHopperBackwardTiles")
     row = next(row for row in backward_table if int(row[1]) >= padded)
     tile, queries = int(row[0]), int(row[2])
     assert (back.tile_head_dim, back.tile_value_dim, back.threads) == (tile, tile, 128 * 3)
@@ -207,7 +195,7 @@ def test_tiles_with_fewer_columns_of_values(
 @pytest.mark.parametrize("head_dim", [8, 32, 33, 64, 65, 128])
 def test_float32_has_tiles_of_its_own(head_dim: int, backward: bool) -> None:
     name = "kAttentionBackwardTiles" if backward else "kAttentionForwardTiles"
-    rows = [row for row in table_of("attention", name) if len(row) == 6]
+    rows = [row for row in table_of("attention/limits.h", name) if len(row) == 6]
     assert {row[-1] for row in rows} == {"4"}
     row = next(row for row in rows if int(row[0]) >= head_dim)
     found = explain_attention(2, 6, 1000, head_dim, dtype=FLOAT, backward=backward)
@@ -526,7 +514,7 @@ def test_regime_of_topk_is_the_first_that_serves(
             and int(blocks) <= max_cluster
         )
 
-    row = next(row for row in table_of("topk", "kTopkRegimes") if serves(row))
+    row = next(row for row in table_of("topk/limits.h", "kTopkRegimes") if serves(row))
     assert (found.regime, found.threads) == (row[0], int(row[1]))
     if row[4] != "kWholeGpu":
         assert found.blocks_per_row == int(row[4])
@@ -551,7 +539,7 @@ def test_topk_over_the_whole_gpu(masked: bool, shared_bytes: int, blocks_per_sm:
 
 @pytest.mark.parametrize("vectors", [8, 9, 32, 33, 1024, 1025])
 def test_regime_of_topk_backward(vectors: int) -> None:
-    table = table_of("topk", "kTopkBackwardRegimes")
+    table = table_of("topk/limits.h", "kTopkBackwardRegimes")
     row = next(row for row in table if row[6] == "kUnlimited" or vectors <= int(row[6]))
     found = explain_topk(100000, 8 * vectors, 8, HALF, backward=True)
     assert (found.regime, found.rows_per_block) == (row[0], int(row[2]))

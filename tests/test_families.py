@@ -82,14 +82,10 @@ def test_a_class_of_every_kind(name):
         assert outcome.generation in ("", "same")
 
 
-def test_sweep_notices_a_lost_mask(monkeypatch):
+def test_sweep_notices_a_lost_mask(register, monkeypatch):
     monkeypatch.setattr(integration, "make_mask", lambda **sizes: None)
-    integration.register()
-    try:
-        verdicts = {outcome.verdict for outcome in sweep_families.try_class("LlamaForCausalLM")}
-    finally:
-        monkeypatch.undo()
-        integration.register()
+    register()
+    verdicts = {outcome.verdict for outcome in sweep_families.try_class("LlamaForCausalLM")}
     assert verdicts == {"differs"}
 
 
@@ -216,17 +212,13 @@ def test_models_that_know_only_eager_get_its_mask():
     assert {served.runs for name, served in report.items() if "attn" in name} == {"softmax"}
 
 
-def test_disabled_names_refuse_nothing(monkeypatch):
+def test_disabled_names_refuse_nothing(register, monkeypatch):
     monkeypatch.setenv("MEGASOFTMAX_DISABLE", "1")
-    integration.register()
-    try:
-        for name in ("MPNetForMaskedLM", "GPTNeoForCausalLM"):
-            model, eager = build(name, "megasoftmax"), build(name)
-            batch = sweep_families.make_batch(eager, "left")
-            assert torch.equal(model(**batch).logits, eager(**batch).logits)
-    finally:
-        monkeypatch.undo()
-        integration.register()
+    register()
+    for name in ("MPNetForMaskedLM", "GPTNeoForCausalLM"):
+        model, eager = build(name, "megasoftmax"), build(name)
+        batch = sweep_families.make_batch(eager, "left")
+        assert torch.equal(model(**batch).logits, eager(**batch).logits)
 
 
 def test_methods_are_extended_once():

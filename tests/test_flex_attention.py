@@ -128,8 +128,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, score_mod, mask_mod, **optio
 
 
 def assert_close(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    for actual, each in zip(found, wanted, strict=True):
-        torch.testing.assert_close(actual, each, rtol=1e-6, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
 @pytest.mark.parametrize("name", ROWS)

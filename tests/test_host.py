@@ -211,8 +211,7 @@ def test_same_bits_as_through_python(name, case, served, in_python):
     found = call(name, options)
     assert served == [True]
     expected = in_python(call, name, options | {"fused": True})
-    for actual, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +227,7 @@ def test_gradient_of_one_argument(name, wants, served, in_python):
     found = call(name, options, [wants])
     assert served == [True]
     expected = in_python(call, name, options | {"fused": True}, [wants])
-    for actual, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class BackwardOps(torch.utils._python_dispatch.TorchDispatchMode):
@@ -318,8 +316,7 @@ def test_layers_get_attention_as_they_go_on_with_it(case, served, in_python):
         torch.autograd.grad((each.float() * weights).sum(), leaves)
         for each in (output, expected.transpose(1, 2))
     ]
-    for actual, wanted in zip(*grads, strict=True):
-        assert actual.equal(wanted)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_what_layers_get_may_be_changed_in_place(served):
@@ -393,9 +390,8 @@ def test_without_gradients(name, served):
         tensors = tensors if name == "attention" else tensors[:1]
         results = [getattr(megasoftmax, name)(*tensors, **options, fused=f) for f in (None, False)]
     assert served == [True, False]
-    for actual, wanted in zip(*map(torch.utils._pytree.tree_leaves, results), strict=True):
-        assert not actual.requires_grad
-        assert actual.equal(wanted)
+    assert not any(each.requires_grad for each in torch.utils._pytree.tree_leaves(results[0]))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def as_sixteen_bits(value):
@@ -715,10 +711,7 @@ def test_sample(return_probabilities, name, served, in_python):
     found = megasoftmax.sample(logits, **options)
     assert served == [True]
     expected = in_python(lambda: megasoftmax.sample(logits, **options, fused=False))
-    for actual, wanted in zip(
-        *map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True
-    ):
-        assert actual.equal(wanted)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     served.clear()
     megasoftmax.sample(logits, 3)  # Python draws a seed
     assert served == []
@@ -846,8 +839,7 @@ def test_checkpoints(reentrant, served):
         output.float().square().sum().backward()
         found.append((output, query.grad))
         query.grad = None
-    for plain, again in zip(*found, strict=True):
-        assert plain.equal(again)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
     assert served in ([True] * 2, [True] * 3)  # the second computation may stop early
 
 
@@ -881,8 +873,7 @@ def test_gradients_of_one_of_several_results(served):
             torch.autograd.grad(each, (scores, sink, bias), weights, retain_graph=True)
             for each in (one, wanted)
         ]
-        for actual, expected in zip(*found, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ LAYERS = {
         "options ranges reference tracing"
     ),
     "layers": {"functions"},
-    "hub": {"checks", "functions", "ranges"},
+    "hub": {"checks", "functions", "options", "ranges"},
     "modules": _names("arguments autocast biases checks dispatch functions host masks options"),
     "megasoftmax": _names("biases dispatch distributed functions layers masks modules ranges"),
     "integrations": _names(
@@ -202,14 +202,15 @@ def test_bindings_include_the_entry_points_of_kernels_only(path):
         ), name
 
 
-# How many Python files of the package and its adapters may name an option: a new one touches about
+# How many files of the package, its adapters and csrc may name an option: a new one touches about
 # as many.
-FILES_WITH = {"sink": 12, "softcap": 22, "return_lse": 13, "renormalize": 9}
+FILES_WITH = {"sink": 20, "softcap": 54, "return_lse": 18, "renormalize": 16}
 
 
 @pytest.mark.parametrize("option", FILES_WITH)
 def test_options_are_named_in_few_files(option):
-    files = [path for path in PYTHON_FILES if re.search(rf"\b{option}\b", path.read_text())]
+    sources = [*PYTHON_FILES, *(path for path in CSRC.rglob("*") if path.is_file())]
+    files = [path for path in sources if re.search(rf"\b{option}\b", path.read_text())]
     assert len(files) <= FILES_WITH[option], files
 
 
@@ -226,6 +227,25 @@ def test_records_have_the_options_of_their_functions(function, record):
     given = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
     assert list(given.items()) == list(record._field_defaults.items())
     assert tuple(given) == record._fields
+
+
+@pytest.mark.parametrize(
+    ("function", "keywords"),
+    [
+        (megasoftmax.softmax, options.SoftmaxKeywords),
+        (megasoftmax.softmax_topk, options.TopkKeywords),
+        (megasoftmax.sample, options.SampleKeywords),
+        (megasoftmax.attention, options.AttentionKeywords),
+        (megasoftmax.attention_varlen, options.VarlenKeywords),
+    ],
+)
+def test_type_checkers_are_told_the_options_of_functions(function, keywords):
+    parameters = inspect.signature(function).parameters.values()
+    given = {each.name: each.annotation for each in parameters if each.kind is each.KEYWORD_ONLY}
+    wanted = keywords.__annotations__
+    (decides,) = given.keys() - wanted  # what the call returns
+    wanted = {name: getattr(each, "__forward_arg__", each) for name, each in wanted.items()}
+    assert given == wanted | {decides: bool}
 
 
 def test_backward_functions_go_on_with_the_arguments_of_the_forward():

@@ -66,7 +66,7 @@ def test_opcheck_of_forward(name, case, device):
 )
 @pytest.mark.parametrize("out", [torch.float16, torch.float32])
 def test_opcheck_of_other_ranks(name, shape, out, device):
-    arguments = FAMILIES[name].arguments(Draw(device), shape, out=out, return_lse=True)
+    arguments = FAMILIES[name].arguments(Draw(device), shape, dtype=out, return_lse=True)
     op_checks.check_op(FAMILIES[name].forward, arguments, is_traced=out == torch.float32)
 
 

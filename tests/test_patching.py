@@ -76,12 +76,9 @@ def calls(monkeypatch):
 
 
 @pytest.fixture
-def disabled(monkeypatch):
+def disabled(register, monkeypatch):
     monkeypatch.setenv("MEGASOFTMAX_DISABLE", "1")
-    integration.register()
-    yield
-    monkeypatch.undo()
-    integration.register()
+    register()
 
 
 def state(model):

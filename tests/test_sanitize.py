@@ -198,7 +198,7 @@ def test_jobs_have_all_cases_but_what_synccheck_cannot_run(tool):
             ("=reread_512x16", "=whole_gpu_512"),
             ("=persistent_256x16", "=persistent_256x8"),
             ("=persistent_512x16", "=persistent_512x8"),
-            (topk['"cluster_16"'], topk['"cluster_8"']),
+            (topk["cluster_16"], topk["cluster_8"]),
         ):
             name = name.replace(large, smaller)
         assert name in kept, name

@@ -12,7 +12,15 @@ import oracle_attention
 import oracle_topk
 import pytest
 import torch
-from inputs import DTYPES, attention_on, bits_equal, coin, normal, on_all_kernels
+from inputs import (
+    DTYPES,
+    attention_on,
+    bits_equal,
+    coin,
+    gpu_with_all_kernels,
+    normal,
+    on_all_kernels,
+)
 from torch import Tensor
 
 import megasoftmax
@@ -203,8 +211,7 @@ def test_attention_with_a_bias(
         torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("kernels")
+@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_drop_what_the_reference_drops(dtype: torch.dtype) -> None:
     seed = torch.tensor([3], device="cuda")
@@ -433,8 +440,7 @@ def test_compile_and_export(name: str, device: str) -> None:
     found, wanted = (
         torch.autograd.grad(output.square().sum(), leaves) for output in (compiled, expected)
     )
-    for actual, each in zip(found, wanted, strict=True):
-        torch.testing.assert_close(actual, each, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
     class Module(torch.nn.Module):
         def forward(self, *given: Tensor) -> Tensor:

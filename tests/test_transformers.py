@@ -1058,15 +1058,11 @@ def test_wrong_softcap_is_caught(implementation, fault, monkeypatch):
         assert_same_step(*build_pair(implementation, "gemma2"), build_batch())
 
 
-def test_lost_mask_function_is_caught(implementation, family, monkeypatch):
+def test_lost_mask_function_is_caught(implementation, family, register, monkeypatch):
     """The classic mistake: no mask reaches the attention function, and causality hides it."""
     monkeypatch.setattr(integration, "make_mask", lambda **sizes: None)
-    integration.register()
-    try:
-        ours, eager = build_pair(implementation, family)
-        assert_same_step(ours, eager, build_batch("none"))
-        with pytest.raises(AssertionError, match="not close"):
-            assert_same_step(ours, eager, build_batch("left"))
-    finally:
-        monkeypatch.undo()
-        integration.register()
+    register()
+    ours, eager = build_pair(implementation, family)
+    assert_same_step(ours, eager, build_batch("none"))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_step(ours, eager, build_batch("left"))

@@ -240,7 +240,7 @@ struct RowEnd {
 class RowEnds {
  public:
   __device__ RowEnds(const AttentionParams& params, int head)
-      : params_(params), sink_(sink_logit(params.sink, head)) {}
+      : params_(params), sink_(params.sink.of_head(head)) {}
 
   // The end of a row with this largest logit and sum of weights relative to it.
   __device__ RowEnd of(float largest, float sum) const {

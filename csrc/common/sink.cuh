@@ -1,15 +1,15 @@
 #pragma once
-// Reading a sink.
+// Reading a SinkLogit.
 
 #include "tensors.h"
 #include "vector.cuh"
 
 namespace megasoftmax {
 
-__host__ __device__ inline float sink_logit(const SinkLogit& sink, int64_t head) {
-  if (sink.data == nullptr) return sink.value;
-  return with_dtype(sink.type, [&](auto tag) {
-    return to_float(static_cast<const decltype(tag)*>(sink.data)[head * sink.stride]);
+__host__ __device__ inline float SinkLogit::of_head(int64_t head) const {
+  if (data == nullptr) return value;
+  return with_dtype(type, [&](auto tag) {
+    return to_float(static_cast<const decltype(tag)*>(data)[head * stride]);
   });
 }
 

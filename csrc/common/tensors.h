@@ -74,6 +74,7 @@ struct SinkLogit {
   bool is_given = false;  // may be -infinity all the same
 
   __host__ __device__ bool is_present() const { return data != nullptr || value != -INFINITY; }
+  __host__ __device__ float of_head(int64_t head) const;  // in sink.cuh
 };
 
 // With it softcap * tanh(scale * score / softcap) takes the place of scale * score.

@@ -23,7 +23,7 @@ struct Denominator {
     sum = columns.sum;
     factor = 1.f;
     if (sink.is_present()) {
-      const float of_columns = max, logit = sink_logit(sink, head);
+      const float of_columns = max, logit = sink.of_head(head);
       max = fmaxf(of_columns, logit);
       factor = exp2_approximate((of_columns - max) * kLog2E);
       sum = columns.sum * factor + exp2_approximate((logit - max) * kLog2E);
@@ -48,7 +48,7 @@ __device__ inline float finish_dot(const BackwardParams& params, int64_t row, in
   const float d =
       params.log_sum_exp_gradient == nullptr ? sum : sum - params.log_sum_exp_gradient[row];
   if (params.sink_gradient != nullptr && writes)
-    write_sink_gradient(params, row, d, sink_logit(params.sink, head));
+    write_sink_gradient(params, row, d, params.sink.of_head(head));
   return d;
 }
 
@@ -68,7 +68,7 @@ class TileOptions {
   template <class HeadOf>
   __device__ void load(int rows, int threads, HeadOf&& head_of) const {
     for (int row = threadIdx.x; row < rows; row += threads)
-      logits_[row] = sink_logit(options_.sink, head_of(row));
+      logits_[row] = options_.sink.of_head(head_of(row));
   }
   __device__ float logit_of(int row) const {
     return need_loading() ? logits_[row] : options_.sink.value;

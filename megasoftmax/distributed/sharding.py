@@ -12,7 +12,6 @@ functions register the rules when the first DTensor arrives; who calls torch.ops
 name calls `register` beforehand.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -123,15 +122,17 @@ def _softmax_forward(*args: Any) -> Iterator[_Split]:
 
 def _beside_rows(given: Any, rows: Any, dim: int) -> dict[str, _Placement]:
     """Of what a softmax has beside its rows, where these are split."""
-    found = {
-        "bias": _of_broadcast(given.bias, rows, dim),
-        "first": _of_broadcast(given.first, rows, dim, missing=1),
-        "end": _of_broadcast(given.end, rows, dim, missing=1),
-        "sink": _of_sink(given.sink, dim == rows.ndim - 3),
+    beside = _beside(given, rows, dim, reference.softmax.BESIDE_SCORES)
+    return beside | ({"seed": _REPLICATED} if "seed" in given._fields else {})
+
+
+def _beside(given: Any, rows: Any, dim: int, lacking: dict[str, int]) -> dict[str, _Placement]:
+    """Of tensors that broadcast to the rows, and lack so many of the last dimensions."""
+    return {
+        name: _of_broadcast(getattr(given, name), rows, dim, missing)
+        for name, missing in lacking.items()
+        if name in given._fields
     }
-    if hasattr(given, "mask"):  # the backward pass without dropout takes neither
-        found |= {"mask": _of_broadcast(given.mask, rows, dim), "seed": _REPLICATED}
-    return found
 
 
 def _softmax_backward(*args: Any) -> Iterator[_Split]:
@@ -181,11 +182,7 @@ def _topk_forward(*args: Any) -> Iterator[_Split]:
 
 def _beside_logits(given: Any, dim: int) -> dict[str, _Placement]:
     """Of what top-k has beside its logits, where these are split."""
-    return {
-        name: _of_broadcast(getattr(given, name), given.logits, dim, missing)
-        for name, missing in reference.topk.BESIDE_LOGITS.items()
-        if name in given._fields
-    }
+    return _beside(given, given.logits, dim, reference.topk.BESIDE_LOGITS)
 
 
 def _topk_backward(*args: Any) -> Iterator[_Split]:
@@ -205,14 +202,12 @@ def _attention_forward(*args: Any) -> Iterator[_Split]:
         )
 
 
+_BESIDE_QUERIES = reference.softmax.tensors_of(reference.attention.attention_forward)[1:]
+
+
 def _beside_queries(given: Any, dim: int) -> dict[str, _Placement]:
     """Of what attention has beside its queries, where these are split."""
-    names = ("key", "value", "bias", "mask", "first", "end", "note")
-    return {
-        **{name: _of_shared(getattr(given, name), dim) for name in names},
-        "sink": _of_sink(given.sink, dim == 1),
-        "seed": _REPLICATED,
-    }
+    return {name: _of_shared(getattr(given, name), dim) for name in _BESIDE_QUERIES}
 
 
 def _attention_backward(*args: Any) -> Iterator[_Split]:
@@ -232,7 +227,7 @@ def _attention_backward(*args: Any) -> Iterator[_Split]:
         )
 
 
-def _of_broadcast(tensor: Any, scores: Any, dim: int, missing: int = 0) -> _Placement:
+def _of_broadcast(tensor: Any, scores: Any, dim: int, missing: int) -> _Placement:
     """Of what broadcasts to the scores, but for their last dimensions, where they are split."""
     if tensor is None:
         return None
@@ -242,13 +237,17 @@ def _of_broadcast(tensor: Any, scores: Any, dim: int, missing: int = 0) -> _Plac
 
 def _of_shared(tensor: Any, dim: int) -> _Placement:
     """Of what attention has with as many batches or heads as the query, fewer, or 1."""
-    return None if tensor is None else dim if tensor.shape[dim] != 1 else _REPLICATED
-
-
-def _of_sink(sink: Any, splits_heads: bool) -> _Placement:
-    if sink is None:
+    if tensor is None:
         return None
-    return 0 if splits_heads and math.prod(sink.shape) != 1 else _REPLICATED
+    own = _batches_and_heads(tensor)[dim]
+    return _REPLICATED if own is None or tensor.shape[own] == 1 else own
+
+
+def _batches_and_heads(tensor: Any) -> tuple[int | None, int | None]:
+    """The dimensions of a tensor of attention that are batches and heads, if it has them."""
+    if tensor.ndim > 2:
+        return 0, 1
+    return None, 0 if tensor.ndim == 1 else None
 
 
 def _of_gradient(placement: _Placement) -> _Placement:
@@ -270,10 +269,6 @@ def _splittable(given: Any) -> Iterator[int]:
             yield dim
 
 
-# Where batches and heads are, if not at 0 and 1.
-_WHERE = {"statistics": (1, 2), "sink": (None, 0)}
-
-
 def _parts(given: Any, dim: int) -> int | None:
     """Into how many parts batches or heads are split already.
 
@@ -287,7 +282,7 @@ def _parts(given: Any, dim: int) -> int | None:
         found = set()
         for name, tensor in tensors.items():
             placement = tensor.placements[of_mesh]
-            where = _WHERE.get(name, (0, 1))
+            where = (1, 2) if name == "statistics" else _batches_and_heads(tensor)
             if placement.is_shard() and placement.dim in where:
                 found.add(where.index(placement.dim))
             elif not placement.is_replicate():

@@ -1,7 +1,7 @@
 """Attention, of batches and of documents that lie one after the other."""
 
 from contextlib import nullcontext
-from typing import Any, Literal, Never, cast, overload
+from typing import Any, Literal, Never, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ from megasoftmax.limits import kernel_limits
 from megasoftmax.masks import TileMask
 from megasoftmax.options import (
     LARGEST_FLOAT32,
+    AttentionKeywords,
     AttentionOptions,
     Ranges,
+    VarlenKeywords,
     Window,
     as_number,
     checked_window,
@@ -44,18 +46,8 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    bias: Tensor | RelativeBias | None = ...,
-    mask: Tensor | TileMask | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    visible: Ranges | None = ...,
-    sink: Tensor | float | None = ...,
-    dropout: float = ...,
-    seed: Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    fused: bool | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> Tensor: ...
 
 
@@ -65,18 +57,8 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    bias: Tensor | RelativeBias | None = ...,
-    mask: Tensor | TileMask | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    visible: Ranges | None = ...,
-    sink: Tensor | float | None = ...,
-    dropout: float = ...,
-    seed: Tensor | None = ...,
     return_lse: Literal[True],
-    fused: bool | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -487,16 +469,8 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = ...,
     *,
-    bias: RelativeBias | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    sink: Tensor | float | None = ...,
-    dropout: float = ...,
-    seed: Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    fused: bool | None = ...,
+    **options: Unpack[VarlenKeywords],
 ) -> Tensor: ...
 
 
@@ -508,16 +482,8 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = ...,
     *,
-    bias: RelativeBias | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    sink: Tensor | float | None = ...,
-    dropout: float = ...,
-    seed: Tensor | None = ...,
     return_lse: Literal[True],
-    fused: bool | None = ...,
+    **options: Unpack[VarlenKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 

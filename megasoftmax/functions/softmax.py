@@ -1,7 +1,7 @@
 """Softmax of attention scores."""
 
 import math
-from typing import Any, Literal, Never, cast, overload
+from typing import Any, Literal, Never, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from megasoftmax.functions.calls import (
 )
 from megasoftmax.options import (
     Ranges,
+    SoftmaxKeywords,
     SoftmaxOptions,
     Window,
     as_number,
@@ -34,43 +35,13 @@ from megasoftmax.reference.softmax import BackwardArguments, keeps_scores
 
 @overload
 def softmax(
-    scores: Tensor,
-    *,
-    scale: float = ...,
-    softcap: float | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    visible: Ranges | None = ...,
-    sink: Tensor | float | None = ...,
-    dropout: float = ...,
-    seed: Tensor | None = ...,
-    dtype: torch.dtype | None = ...,
-    return_lse: Literal[False] = ...,
-    dim: int = ...,
-    fused: bool | None = ...,
+    scores: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[SoftmaxKeywords]
 ) -> Tensor: ...
 
 
 @overload
 def softmax(
-    scores: Tensor,
-    *,
-    scale: float = ...,
-    softcap: float | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    visible: Ranges | None = ...,
-    sink: Tensor | float | None = ...,
-    dropout: float = ...,
-    seed: Tensor | None = ...,
-    dtype: torch.dtype | None = ...,
-    return_lse: Literal[True],
-    dim: int = ...,
-    fused: bool | None = ...,
+    scores: Tensor, *, return_lse: Literal[True], **options: Unpack[SoftmaxKeywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 

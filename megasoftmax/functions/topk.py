@@ -1,6 +1,6 @@
 """Softmax with top-k, and sampling from it."""
 
-from typing import TYPE_CHECKING, Any, Literal, Never, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,15 @@ from megasoftmax.functions.calls import (
     new_seed,
     runs_as_op,
 )
-from megasoftmax.options import TopkOptions, as_number, as_rows, check_seed, read_options
+from megasoftmax.options import (
+    SampleKeywords,
+    TopkKeywords,
+    TopkOptions,
+    as_number,
+    as_rows,
+    check_seed,
+    read_options,
+)
 from megasoftmax.tracing import is_traced
 
 if TYPE_CHECKING:
@@ -25,45 +33,13 @@ if TYPE_CHECKING:
 
 @overload
 def softmax_topk(
-    logits: Tensor,
-    k: int,
-    *,
-    scale: float | Tensor = ...,
-    softcap: float | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    score: Literal["softmax", "sigmoid"] = ...,
-    selection_bias: Tensor | None = ...,
-    top_k: int | Tensor | None = ...,
-    top_p: float | Tensor | None = ...,
-    min_p: float | Tensor | None = ...,
-    renormalize: bool = ...,
-    dtype: torch.dtype | None = ...,
-    return_lse: Literal[False] = ...,
-    group: "ProcessGroup | None" = ...,
-    fused: bool | None = ...,
+    logits: Tensor, k: int, *, return_lse: Literal[False] = ..., **options: Unpack[TopkKeywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def softmax_topk(
-    logits: Tensor,
-    k: int,
-    *,
-    scale: float | Tensor = ...,
-    softcap: float | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    score: Literal["softmax", "sigmoid"] = ...,
-    selection_bias: Tensor | None = ...,
-    top_k: int | Tensor | None = ...,
-    top_p: float | Tensor | None = ...,
-    min_p: float | Tensor | None = ...,
-    renormalize: bool = ...,
-    dtype: torch.dtype | None = ...,
-    return_lse: Literal[True],
-    group: "ProcessGroup | None" = ...,
-    fused: bool | None = ...,
+    logits: Tensor, k: int, *, return_lse: Literal[True], **options: Unpack[TopkKeywords]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -333,14 +309,8 @@ def sample(
     logits: Tensor,
     k: int,
     *,
-    scale: float | Tensor = ...,
-    mask: Tensor | None = ...,
-    top_k: int | Tensor | None = ...,
-    top_p: float | Tensor | None = ...,
-    min_p: float | Tensor | None = ...,
-    seed: Tensor | None = ...,
     return_probabilities: Literal[False] = ...,
-    fused: bool | None = ...,
+    **options: Unpack[SampleKeywords],
 ) -> Tensor: ...
 
 
@@ -349,14 +319,8 @@ def sample(
     logits: Tensor,
     k: int,
     *,
-    scale: float | Tensor = ...,
-    mask: Tensor | None = ...,
-    top_k: int | Tensor | None = ...,
-    top_p: float | Tensor | None = ...,
-    min_p: float | Tensor | None = ...,
-    seed: Tensor | None = ...,
     return_probabilities: Literal[True],
-    fused: bool | None = ...,
+    **options: Unpack[SampleKeywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 

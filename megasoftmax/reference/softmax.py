@@ -648,3 +648,6 @@ def plain(record: Any, **given: Any) -> Any:
 ForwardArguments = arguments_of(softmax_forward)
 BackwardArguments = arguments_of(softmax_backward)
 DropoutBackwardArguments = arguments_of(softmax_dropout_backward)
+
+# Tensors that broadcast to the scores, and how many of the last dimensions they lack.
+BESIDE_SCORES = {"mask": 0, "bias": 0, "first": 1, "end": 1, "sink": 2}
