@@ -133,6 +133,31 @@ def test_special_logits(score, has_bias, device):
         assert shares.isnan().all(-1).tolist() == [True, *[False] * 5]
 
 
+@pytest.mark.parametrize("columns", [64, 256])
+def test_infinite_logits_are_chosen_by_their_score(columns, device):
+    logits, bias = normal(33, columns, device=device), normal(columns, device=device, seed=2) / 8
+    logits[:, :6] = INF
+    bias[:6] = -9.0
+    p, indices = topk_on(device)(logits, 8, score="sigmoid", selection_bias=bias)
+    scores = logits.sigmoid()
+    assert torch.equal(indices, (scores + bias).topk(8).indices)
+    torch.testing.assert_close(p, scores.gather(-1, indices))
+
+
+@pytest.mark.parametrize("largest", [1e-4, 1.0, 1e4, 1e6])
+@pytest.mark.parametrize("columns", [40, 128, 256, MAX_COLUMNS])
+def test_choice_beside_large_and_small_biases(columns, largest, device):
+    """Candidates are found by numbers of float16, which are coarse or infinite beside such ones."""
+    logits = normal(65, columns, device=device)
+    bias = largest * normal(columns, device=device, seed=2)
+    for score in ("sigmoid", "softmax"):
+        _, indices = topk_on(device)(logits, 8, score=score, selection_bias=bias)
+        scores = logits.double().sigmoid() if score == "sigmoid" else logits.double().softmax(-1)
+        by = scores + bias
+        step = torch.finfo(torch.float32).eps * (1 + by.abs().amax(-1, keepdim=True))
+        assert (by.gather(-1, indices) >= by.topk(8).values - 4 * step).all()
+
+
 def test_selection_bias_is_not_returned(device):
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device)
     bias = torch.tensor([2.0, 0.0, 0.0, 0.0], device=device)

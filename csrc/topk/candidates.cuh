@@ -2,7 +2,7 @@
 // The largest of a lane's logits in tile.cuh, without keys of all of them.
 // The larger of every two logits stays, without its position: halves two to an operation. The
 // k-th largest of those is a threshold that at least k logits reach, and few more than k. A second
-// look marks the logits that reach it, a bit for each, and only of them keys are made and sorted.
+// look marks the logits that reach it, a bit for each, and only of them keys are made.
 
 #include "../common/vector.cuh"
 #include "network.cuh"
@@ -42,14 +42,6 @@ struct TileWord {
 // So many keys are made where so few are kept.
 constexpr int most_candidates(int longest) { return 3 * longest; }
 
-// Enough of every two for the list, and more logits than candidates: vectors behind the row's end,
-// which no key must be made of, are candidates only together with all of the lane's.
-template <class T>
-constexpr bool can_have_candidates(int longest, int vectors) {
-  return vectors >= 4 && 2 * vectors >= longest &&
-         most_candidates(longest) < vectors * kPackElements<T>;
-}
-
 template <class T, int kLongest, int kVectors>
 struct TileCandidates {
   using Word = TileWord<T>;
@@ -58,18 +50,22 @@ struct TileCandidates {
   static constexpr uint32_t kBits = sizeof(T) == 2 ? 0x10001u : 1u;
   static constexpr int kWordsOfMask = 16 * sizeof(T) / 2;
   static constexpr int kMasks = (kVectors * kWords + kWordsOfMask - 1) / kWordsOfMask;
-  static_assert(kMasks <= 2);
+  // Whether there are enough of every two logits for the list, and for a lane that sorts keys also
+  // more logits than candidates: otherwise it sorts keys of all.
+  static constexpr bool kCanRank = kVectors >= 4 && 2 * kVectors >= kLongest && kMasks <= 2;
+  static constexpr bool kCanSort = kCanRank && most_candidates(kLongest) < kVectors * kElements;
   static constexpr int kElementsOfMask = kWordsOfMask * 4 / sizeof(T);
   static constexpr int kLastBit = kVectors * kElements < 32 ? kVectors * kElements - 1 : 31;
-  static_assert(sizeof(T) == 4 || kVectors * kWords % kWordsOfMask == 0);
+  static_assert(!kCanRank || sizeof(T) == 4 || kVectors * kWords % kWordsOfMask == 0);
 
   Word tops[kLongest];  // of every two the larger, in order
   Word threshold;
   uint32_t marks[kMasks] = {};
 
-  // read(i): the lane's i-th vector.
+  // Sets `threshold` to a number that at least k of the row's logits reach, in all its lanes. By
+  // whole warps. read(i): the lane's i-th vector.
   template <class Read>
-  __device__ __forceinline__ void find_threshold(int k, Read&& read) {
+  __device__ __forceinline__ void find_threshold(int k, int lanes, Read&& read) {
     constexpr int kStep = kLongest / 2;  // vectors whose pairs are sorted together
     static_assert(kVectors % kStep == 0);
 #pragma unroll
@@ -89,10 +85,26 @@ struct TileCandidates {
         merge_sorted(tops, some);
       }
     }
+    for (int distance = 1; distance < lanes; distance *= 2) {
+      Word others[kLongest];
+#pragma unroll
+      for (int i = 0; i < kLongest; ++i)
+        others[i] = Word(__shfl_xor_sync(~0u, tops[i].bits, distance));
+      merge_sorted(tops, others);
+    }
     threshold = largest_reached<kLongest>(k);
   }
   __device__ float max_of_all() const {
     return max(tops[0], tops[0].swapped()).first() + 0.f;  // -0 + 0 = 0
+  }
+
+  __device__ bool is_finite() const { return fabsf(threshold.first()) < INFINITY; }
+  // Makes candidates of what lies below the threshold by at most relative * |threshold| + absolute.
+  // Where the threshold is not finite, nothing is marked, or all.
+  __device__ void lower_threshold(float relative, float absolute) {
+    const float least = threshold.first() - fmaf(fabsf(threshold.first()), relative, absolute);
+    const float both[4 / sizeof(T)] = {least, least};
+    threshold = Word(Pack<T, 4 / sizeof(T)>::round(both).words[0]);
   }
 
   __device__ __forceinline__ void mark(int vector, const Pack<T>& pack) {
@@ -103,34 +115,45 @@ struct TileCandidates {
           Word(pack.words[i]).reaches(threshold) & kBits << word % kWordsOfMask;
     }
   }
-  __device__ bool are_few() const {
-    int count = __popc(marks[0]);
-    if constexpr (kMasks == 2) count += __popc(marks[1]);
-    return count <= most_candidates(kLongest);
+  __device__ int count() const {
+    return __popc(marks[0]) + (kMasks == 2 ? __popc(marks[kMasks - 1]) : 0);
   }
+
+  // Candidates that have not been taken.
+  struct Left {
+    uint32_t marks, later;
+    int begin = 0;
+
+    __device__ explicit Left(const TileCandidates& all)
+        : marks(all.marks[0]), later(kMasks == 2 ? all.marks[kMasks - 1] : 0) {}
+    __device__ bool any() const { return (marks | later) != 0; }
+    // Takes one, and returns its position. Without a branch: any position where none is left.
+    __device__ __forceinline__ int next(bool& is_there) {
+      if (kMasks == 2 && marks == 0) {
+        marks = later;
+        later = 0;
+        begin = kElementsOfMask;
+      }
+      is_there = marks != 0;
+      const int bit = (31 - __clz(marks)) & kLastBit;
+      marks &= ~(1u << bit);
+      return begin + (sizeof(T) == 2 ? (bit << 1 | bit >> 4) & 31 : bit);
+    }
+  };
 
   // The best keys, in order; key(i) is that of the lane's i-th logit. By whole warps.
   template <class Key, class KeyAt>
   __device__ __forceinline__ void select(Key (&best)[kLongest], KeyAt&& key_at) const {
-    uint32_t left = marks[0], later = kMasks == 2 ? marks[kMasks - 1] : 0;
-    int begin = 0;
+    Left left(*this);
     const auto next = [&]() -> Key {
-      if (kMasks == 2 && left == 0) {
-        left = later;
-        later = 0;
-        begin = kElementsOfMask;
-      }
-      // Without a branch: where none is left, of any logit of the lane.
-      const int bit = (31 - __clz(left)) & kLastBit;
-      const Key of_logit = key_at(begin + (sizeof(T) == 2 ? (bit << 1 | bit >> 4) & 31 : bit));
-      const Key key = left == 0 ? Key{0} : of_logit;
-      left &= ~(1u << bit);
-      return key;
+      bool is_there;
+      const Key key = key_at(left.next(is_there));
+      return is_there ? key : Key{0};
     };
 #pragma unroll
     for (int i = 0; i < kLongest; ++i) best[i] = next();
     sort(best);
-    while (__any_sync(~0u, (left | later) != 0)) {
+    while (__any_sync(~0u, left.any())) {
       const Key key = next();
 #pragma unroll
       for (int i = kLongest - 1; i > 0; --i) best[i] = min(best[i - 1], max(best[i], key));
@@ -139,7 +162,7 @@ struct TileCandidates {
   }
 
  private:
-  // The k-th largest of all lanes of `tops`, for k = kK, or a lower number where k is below that.
+  // The k-th largest of all halves of `tops`, for k = kK, or a lower number where k is below that.
   // The kK largest of two halves are i of one and kK - i of the other.
   template <int kK>
   __device__ __forceinline__ Word largest_reached(int k) const {

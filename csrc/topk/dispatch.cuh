@@ -47,9 +47,16 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
                                   cudaStream_t stream) {
   if (plan.regime == kTopkTile) return launch_topk_tiles<T>(params, plan, stream);
   if (plan.regime == kTopkRouter) {
-    const auto kernel = params.k <= 8 ? topk_router_kernel<T, 8> : topk_router_kernel<T, kTileMaxK>;
-    return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
-                  plan.shared_bytes, Together::kNot, 1, stream, params, plan.tiles);
+    const auto launch_kernel = [&]<ChosenBy kBy>() {
+      const auto kernel = router_list_length(params.k) == 8 ? topk_router_kernel<T, 8, kBy>
+                                                            : topk_router_kernel<T, kTileMaxK, kBy>;
+      return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+                    plan.shared_bytes, Together::kNot, 1, stream, params, plan.tiles);
+    };
+    if (params.selection_bias == nullptr)
+      return launch_kernel.template operator()<ChosenBy::kLogits>();
+    return params.sigmoid ? launch_kernel.template operator()<ChosenBy::kSigmoidAndBias>()
+                          : launch_kernel.template operator()<ChosenBy::kSoftmaxAndBias>();
   }
   return with_policies<T>(params, [&]<class Mask, class Bias>() {
     return with_regime(kTopkRegimes, plan.regime, [&]<int kIndex>() {

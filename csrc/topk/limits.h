@@ -25,10 +25,10 @@ inline constexpr int kTopkMaxDeclaredBytes = 16384;
 // sorted by networks, see tile.cuh.
 inline constexpr int kTileThreads = 128, kMaxTileVectors = 8, kTileMaxK = 16;
 inline constexpr int kTileMaxVectors = 32 * kMaxTileVectors;
-// Rows that are chosen by a sigmoid or with a bias, see router.cuh. A lane of a row has 16 vectors
-// of float32: half as many lanes as with 8 sort and merge half as many keys.
-inline constexpr int kRouterVectors = 16, kRouterMaxColumns = 1024;
-static_assert(kRouterMaxColumns <= 32 * kRouterVectors * 4);
+// Rows that are chosen by a sigmoid or with a bias, see router.cuh. A lane of a row has so many
+// elements: with half of them twice as many lanes would merge thresholds.
+inline constexpr int kRouterElements = 64, kRouterMaxColumns = 1024;
+static_assert(kRouterMaxColumns <= 32 * kRouterElements);
 
 // Other rows, forward
 struct TopkRegime {

@@ -15,7 +15,7 @@ struct TopkTiles {
   int lanes;  // of a row: 1, 2, 4 ... or 32
   int log2_lanes;
   int rows_per_tile;
-  int lane_vectors;                // of a lane: 1, 2, 4 or 8; kRouterVectors of a router
+  int lane_vectors;                // of a lane: 1, 2, 4 or 8, or of kRouterElements
   int vectors;                     // of a row
   int log2_places;                 // for vectors, in all lanes of a row
   bool is_ragged;                  // some places are empty
@@ -60,9 +60,18 @@ constexpr int tile_list_length(int k) {
   return length;
 }
 
-// least_vectors and most_vectors: of a lane.
+// Rows of so many lanes, or more, rank their candidates in shared memory: so many at most, into a
+// list. From one row to the next there is a place more, so that rows find different banks.
+inline constexpr int kRankingLanes = 4;
+constexpr int most_ranked(int list_length) { return 2 * list_length; }
+constexpr int ranked_pitch(int list_length) { return most_ranked(list_length) + list_length + 1; }
+
+// Routers have two lengths alone.
+constexpr int router_list_length(int k) { return std::max(tile_list_length(k), 8); }
+
+// least_vectors and most_vectors: of a lane. list_length and key_bytes: of its keys.
 inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors, int least_vectors,
-                                int most_vectors) {
+                                int most_vectors, int list_length, int key_bytes) {
   TopkPlan plan = {};
   plan.name = "tile";
   plan.regime = kTopkTile;
@@ -80,7 +89,10 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors, in
   for (int i = 0; i < kTileMaxK; i += tiles.lanes) tiles.results_of_first_lane |= 1u << i;
   const int results =
       tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
-  plan.shared_bytes = std::max(kTileThreads * tile_pitch(tiles.lane_vectors) * 16, results);
+  plan.shared_bytes = kTileThreads * tile_pitch(tiles.lane_vectors) * 16;
+  if (tiles.lanes >= kRankingLanes)
+    plan.shared_bytes += tiles.rows_per_tile * ranked_pitch(list_length) * key_bytes;
+  plan.shared_bytes = std::max(plan.shared_bytes, results);
   plan.rows_per_block = tiles.rows_per_tile;
   plan.blocks = divide_up<int64_t>(params.rows, tiles.rows_per_tile);
   return plan;
@@ -89,8 +101,10 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors, in
 inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device& device,
                                   int forced) {
   if (params.are_of_router()) {
-    const int of_floats = static_cast<int>(params.shape.columns) / 4;
-    TopkPlan plan = plan_topk_tiles(params, of_floats, kRouterVectors, kRouterVectors);
+    const int elements = 16 / size_of(params.scores.type), of_lane = kRouterElements / elements;
+    const int of_row = static_cast<int>(params.shape.columns) / elements;
+    TopkPlan plan =
+        plan_topk_tiles(params, of_row, of_lane, of_lane, router_list_length(params.k), 8);
     plan.name = "router";
     plan.regime = kTopkRouter;
     return plan;
@@ -103,8 +117,8 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
     // Lanes take steps of as many logits as they sort at a time.
     return plan_topk_tiles(
         params, static_cast<int>(vectors),
-        std::max(tile_list_length(params.k) * size_of(params.scores.type) / 16, 1),
-        kMaxTileVectors);
+        std::max(tile_list_length(params.k) * size_of(params.scores.type) / 16, 1), kMaxTileVectors,
+        tile_list_length(params.k), size_of(params.scores.type) == 2 ? 4 : 8);
   TopkPlan plan = {};
   plan.has_unit_stride = !params.can_exclude && params.scores.column_stride == 1;
   const auto can_serve = [&](const TopkRegime& regime) {

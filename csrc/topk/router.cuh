@@ -2,76 +2,89 @@
 // The routers of mixtures of experts that choose by a score and a bias: s = sigmoid(z) or
 // softmax(z), the k with the largest s + bias, and of these s, which may be divided by its sum.
 //
-// A tile of rows as in tile.cuh. What is chosen by, float32, takes the place of the logits in
-// shared memory; the scores of the k are made again of their logits, which the cache still has. So
-// each logit is read once from memory, and k probabilities and columns are written.
+// A tile of rows as in tile.cuh. Candidates are found by float16 approximations of what is chosen
+// by, which stay in registers. The exact float32 number is computed for candidates only.
 
 #include "tile.cuh"
 
 namespace megasoftmax {
 
+// What a router chooses by. Without a bias the logits order the scores.
+enum class ChosenBy { kLogits, kSigmoidAndBias, kSoftmaxAndBias };
+
+// Keys of what is chosen by, which is -inf where the logit is.
+template <class T, ChosenBy kBy>
+struct RouterKeys : TileKeys<float> {
+  static constexpr bool kHasBias = kBy != ChosenBy::kLogits;
+  static constexpr bool kIsSigmoid = kBy == ChosenBy::kSigmoidAndBias;
+
+  const float* biases;
+  int last;  // column of the row
+  Exponent exponent;
+  float max = 0.f, factor = 0.f;  // of a softmax
+
+  __device__ explicit RouterKeys(const TopkForwardParams& params)
+      : biases(static_cast<const float*>(params.selection_bias)),
+        last(static_cast<int>(params.shape.columns) - 1),
+        exponent(exponent_of<NoBias>(params)) {}
+
+  __device__ float sigmoid(float x) const {
+    return reciprocal_approximate(1.f + exp2_approximate(-x * exponent.c));
+  }
+
+  // Near what is chosen by, less a half for a sigmoid. -inf and NaN stay as they are. So does inf,
+  // although its score is 1: such rows have no candidates.
+  __device__ float near(float x, float bias) const {
+    if constexpr (!kHasBias) return x;
+    bias = fmaf(x, 0x1p-149f, bias);
+    if constexpr (kIsSigmoid)
+      return fmaf(tanh_approximate(x * (exponent.c * (kLn2 / 2))), 0.5f, bias);
+    return fmaf(exponent(x, max), factor, bias);
+  }
+  // By how much one of two such numbers, rounded to float16, may be too small beside the other: by
+  // kRelative of it, for rounding, and by kAbsolute, twice the error of half a tanh, or of 2^-149
+  // of a logit. Both have room to spare.
+  static constexpr float kRelative = 0x1p-10f, kAbsolute = kIsSigmoid ? 0x1p-10f : 0x1p-19f;
+
+  __device__ Key of(float x, int position, int column) const {
+    float by = x;
+    if constexpr (kHasBias) {
+      const float bias = biases[min(column, last)];
+      by = kIsSigmoid ? sigmoid(x) + bias : fmaf(exponent(x, max), factor, bias);
+      by = x == -INFINITY ? x : by;
+    }
+    return TileKeys<float>::of(by, position);
+  }
+  __device__ void of(const Pack<T>& pack, int first, int column, Key* keys) const {
+#pragma unroll
+    for (int i = 0; i < kPackElements<T>; ++i) keys[i] = of(pack[i], first + i, column + i);
+  }
+};
+
+// As many as shared memory has room for, or fewer, so that few registers are spilled.
 template <class T, int kLongest>
-__global__ void __launch_bounds__(kTileThreads, kLongest > 8 ? 5 : 6)
+inline constexpr int kRouterBlocksPerSm =
+    blocks_with_registers((sizeof(T) == 4 ? 5 : 6) - (kLongest > 8), kTileThreads);
+
+template <class T, int kLongest, ChosenBy kBy>
+__global__ void __launch_bounds__(kTileThreads, kRouterBlocksPerSm<T, kLongest>)
     topk_router_kernel(const __grid_constant__ TopkForwardParams params,
                        const __grid_constant__ TopkTiles tiles) {
-  using Keys = TileKeys<float>;
-  constexpr int kElements = kPackElements<T>, kParts = kElements / 4;
-  constexpr int kLoads = kRouterVectors / kParts, kTogether = 8;  // loads of a thread at a time
+  using Keys = RouterKeys<T, kBy>;
+  constexpr bool kIsSoftmax = kBy == ChosenBy::kSoftmaxAndBias;
+  using Near = Pack<__half>;
+  constexpr int kElements = kPackElements<T>, kVectors = kRouterElements / kElements;
+  constexpr int kNearElements = kPackElements<__half>, kNear = kRouterElements / kNearElements;
   extern __shared__ __align__(16) char shared_memory[];
-  auto* const tile = reinterpret_cast<Pack<float>*>(shared_memory);
+  auto* const tile = reinterpret_cast<Pack<T>*>(shared_memory);
 
   const int64_t first_row = int64_t{blockIdx.x} * tiles.rows_per_tile;
   const int rows =
       static_cast<int>(min(static_cast<int64_t>(tiles.rows_per_tile), params.rows - first_row));
-  const int pitch = tile_pitch(kRouterVectors) << tiles.log2_lanes;
-  const auto* const logits =
-      static_cast<const T*>(params.scores.data) + first_row * (4 * tiles.vectors);
-  const auto* const bias = static_cast<const Pack<float>*>(params.selection_bias);
-  const float sign = params.scale < 0 ? -1.f : 1.f;
-  const float c = params.scale * kLog2E;
-  const auto sigmoid = [&](float x) {
-    return reciprocal_approximate(1.f + exp2_approximate(-x * c));
-  };
-  // What orders the entries of a sigmoid without a bias are the logits.
-  const bool has_sigmoids = params.sigmoid && bias != nullptr;
-  {
-    const int thread = static_cast<int>(threadIdx.x);
-    const int log2_places = tiles.log2_places - (kParts == 2), mask = (1 << log2_places) - 1;
-#pragma unroll 1
-    for (int at_first = thread; at_first < kLoads * kTileThreads;
-         at_first += kTogether * kTileThreads) {
-      Pack<T> raw[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int at = at_first + i * kTileThreads, row = at >> log2_places, vector = at & mask;
-        if (row < rows && vector * kParts < tiles.vectors)
-          raw[i] =
-              load_pack<T, kElements>(logits + (row * tiles.vectors / kParts + vector) * kElements);
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int at = at_first + i * kTileThreads, row = at >> log2_places, vector = at & mask;
-        if (row >= rows || vector * kParts >= tiles.vectors) continue;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          Pack<float> added;
-          if (has_sigmoids) added = bias[vector * kParts + part];
-          float by[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float x = raw[i][part * 4 + j], z = x * sign;
-            by[j] = !has_sigmoids ? z : z == -INFINITY ? z : sigmoid(x) + added[j];
-          }
-          tile[row * pitch + vector * kParts + part] = Pack<float>::round(by);
-        }
-      }
-    }
-    __syncthreads();
-  }
+  load_tile<T, kVectors>(params, tiles, first_row, rows, tile);
   const int thread = thread_index_anew();
   const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
-  const TileRow<float, kLongest, kRouterVectors> mine{tile + row * pitch + lane, tiles, lane};
-  mine.fill_behind_end();
+  const TileRow<T, kLongest, kVectors, Keys> mine(tile, params, tiles, row, lane);
   const auto over_lanes = [&](float value, auto&& merge) {
     for (int distance = 1; distance < tiles.lanes; distance *= 2)
       value = merge(value, __shfl_xor_sync(~0u, value, distance));
@@ -80,42 +93,61 @@ __global__ void __launch_bounds__(kTileThreads, kLongest > 8 ? 5 : 6)
   const auto add = [](float a, float b) { return a + b; };
   const auto larger = [](float a, float b) { return fmaxf(a, b); };
 
-  const Exponent exponent = exponent_of<NoBias>(params);
+  Keys keys(params);
   MaxAndSum total{kLowest, 0.f};
-  if (!params.sigmoid) {  // probabilities take the place of logits
+  if (kIsSoftmax) {
 #pragma unroll
-    for (int i = 0; i < kRouterVectors; ++i) {
-      const Pack<float> z = mine.vector(i);
-      total.max = fmaxf(total.max, fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3])));
+    for (int i = 0; i < kVectors; ++i) {
+      const Pack<T> x[1] = {mine.vector(i)};
+      total.max = fmaxf(total.max, largest_lane(x));
     }
     total.max = over_lanes(total.max, larger);
 #pragma unroll
-    for (int i = 0; i < kRouterVectors; ++i) {
-      const Pack<float> z = mine.vector(i);
+    for (int i = 0; i < kVectors; ++i) {
+      const Pack<T> x = mine.vector(i);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) total.sum += exponent(z[j], total.max);
+      for (int j = 0; j < kElements; ++j) total.sum += keys.exponent(x[j], total.max);
     }
     total.sum = over_lanes(total.sum, add);
-    const float factor = reciprocal_approximate(total.sum);
-#pragma unroll
-    for (int i = 0; i < kRouterVectors; ++i) {
-      const int vector = (i << tiles.log2_lanes) + lane;
-      if (vector >= tiles.vectors) continue;
-      const Pack<float> z = mine.vector(i), added = bias[vector];
-      float by[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        by[j] = z[j] == -INFINITY ? z[j] : fmaf(exponent(z[j], total.max), factor, added[j]);
-      mine.vector(i) = Pack<float>::round(by);
-    }
+    keys.max = total.max;
+    keys.factor = reciprocal_approximate(total.sum);
   }
 
   typename Keys::Key best[kLongest];
-  float seen = 0.f;  // NaN where one of them is
-  mine.select(
-      params.k, best, [](float) {},
-      [&](const Pack<float>& pack) { seen += (pack[0] + pack[1]) + (pack[2] + pack[3]); },
-      [&] { return seen == seen; });
+  using Candidates = TileCandidates<__half, kLongest, kNear>;
+  mine.template select<Candidates>(keys, best, [&](auto& candidates) {
+    Near near[kNear];
+    __half2 seen{};  // inf or NaN where one of them is
+#pragma unroll
+    for (int i = 0; i < kNear; ++i) {
+      float of_near[kNearElements];
+#pragma unroll
+      for (int part = 0; part < kNearElements / kElements; ++part) {
+        const int vector = i * (kNearElements / kElements) + part;
+        const Pack<T> x = mine.vector(vector);
+        Pack<float> added[kElements / 4] = {};
+        if (Keys::kHasBias && mine.has(vector)) {
+#pragma unroll
+          for (int j = 0; j < kElements / 4; ++j)
+            added[j] = load_pack<float, 4>(keys.biases + mine.column(vector * kElements) + 4 * j);
+        }
+#pragma unroll
+        for (int j = 0; j < kElements; ++j)
+          of_near[part * kElements + j] = keys.near(x[j], added[j / 4][j % 4]);
+      }
+      near[i] = Near::round(of_near);
+#pragma unroll
+      for (int word = 0; word < Near::kWords; ++word)
+        seen = __hadd2(seen, Halves<__half>::pair(near[i].words[word]));
+    }
+    candidates.find_threshold(params.k, tiles.lanes, [&](int i) -> const Near& { return near[i]; });
+    const bool are_near = __hblt2(seen, __half2half2(CUDART_INF_FP16)) && candidates.is_finite();
+    candidates.lower_threshold(Keys::kRelative, Keys::kAbsolute);
+#pragma unroll
+    for (int i = 0; i < kNear; ++i) candidates.mark(i, near[i]);
+    return are_near;
+  });
+  __syncwarp();  // lanes have turned signs in shared memory
 
   const uint32_t of_lane = tiles.results_of_first_lane << lane & ((1u << params.k) - 1);
   const bool is_row = row < rows;
@@ -123,12 +155,12 @@ __global__ void __launch_bounds__(kTileThreads, kLongest > 8 ? 5 : 6)
 #pragma unroll
   for (int i = 0; i < kLongest; ++i) {
     values[i] = -INFINITY;
-    if ((of_lane >> i & 1) == 0 || !is_row) continue;
-    values[i] = to_float(logits[row * (4 * tiles.vectors) + Keys::position(best[i])]);
-    largest = fmaxf(largest, values[i] * sign);
+    if ((of_lane >> i & 1) == 0) continue;
+    values[i] = to_float(mine.logit(Keys::position(best[i])));
+    largest = fmaxf(largest, values[i]);
   }
   const RowStatistics statistics(total, fabsf(params.scale));
-  if (!params.sigmoid) {
+  if (kIsSoftmax) {
     if (lane == 0 && is_row) statistics.write(params, first_row + row);
   } else if (lane == 0 && is_row) {
     for (int i = 0; i < 3; ++i) params.statistics[i * params.rows + first_row + row] = 0.f;
@@ -139,17 +171,17 @@ __global__ void __launch_bounds__(kTileThreads, kLongest > 8 ? 5 : 6)
 #pragma unroll
   for (int i = 0; i < kLongest; ++i) {
     if ((of_lane >> i & 1) == 0) continue;
-    values[i] = params.sigmoid ? sigmoid(values[i]) : exponent(values[i] * sign, max);
+    values[i] = kIsSoftmax ? keys.exponent(values[i], max) : keys.sigmoid(values[i]);
     sum += values[i];
   }
   float factor = 1.f;
   if (params.renormalize) {
     sum = over_lanes(sum, add);
     factor = reciprocal_approximate(sum == 0.f ? 1.f : sum);
-  } else if (!params.sigmoid) {
+  } else if (kIsSoftmax) {
     factor = reciprocal_approximate(total.sum);
   }
-  if (!params.sigmoid && !statistics.is_regular()) factor = NAN;
+  if (kIsSoftmax && !statistics.is_regular()) factor = NAN;
   write_tile<float>(params, tiles, values, factor, best, first_row, rows, row, lane);
 }
 

@@ -4,14 +4,14 @@
 //
 // A block takes a tile of consecutive rows, which is contiguous, through shared memory in vectors
 // of 16 bytes. 1, 2, 4 ... or 32 lanes own a row and take its vectors in turn, at most
-// kMaxTileVectors each. They keep their largest keys in registers, in order; lanes of a row merge
-// them by networks. The results leave through shared memory too, so that all of memory is read and
-// written in whole sectors.
+// kMaxTileVectors each. The results leave through shared memory too, so that all of memory is read
+// and written in whole sectors.
 //
-// What a lane keeps it finds in one of two ways. By candidates.cuh it makes keys of few logits
-// only. Where that cannot serve, as in tiny rows, rows with NaN or rows of equals, it makes keys of
-// all: each further few are sorted and merged with the best by networks, about 9 instructions per
-// logit for k = 8.
+// By candidates.cuh lanes make keys of few logits only. Rows of kRankingLanes lanes or more list
+// them in shared memory: the rank of a key is the number of larger keys. Fewer lanes keep their
+// largest keys in registers, in order, and merge them by networks. Where candidates cannot serve,
+// as in tiny rows, rows with NaN or rows of equals, lanes make keys of all logits: each further few
+// are sorted and merged with the best, about 9 instructions per logit for k = 8.
 
 #include "candidates.cuh"
 #include "keys.cuh"
@@ -28,9 +28,9 @@ struct TileKeys {
   using Key = std::conditional_t<sizeof(T) == 2, uint32_t, uint64_t>;
   static constexpr int kElements = kPackElements<T>;
 
-  // `first`: the position of the pack's first logit.
+  // `first`: the position of the pack's first logit. Only keys of routers depend on columns.
   template <int kCount>
-  __device__ static void of(const Pack<T, kCount>& pack, uint32_t first, Key* keys) {
+  __device__ static void of(const Pack<T, kCount>& pack, uint32_t first, int, Key* keys) {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int i = 0; i < pack.kWords; ++i) {
@@ -44,12 +44,12 @@ struct TileKeys {
       for (int i = 0; i < kCount; ++i) keys[i] = key_of(pack[i], static_cast<int>(first) + i);
     }
   }
-  __device__ static Key of(T logit, int position) {
+  __device__ static Key of(T logit, int position, int = 0) {
     if constexpr (sizeof(T) == 2) {
       Pack<T, 2> pack;
       pack.words[0] = reinterpret_cast<const uint16_t&>(logit);
       Key keys[2];
-      of(pack, position, keys);
+      of(pack, position, 0, keys);
       return keys[0];
     } else {
       return key_of(logit, position);
@@ -73,10 +73,9 @@ struct TileKeys {
   }
 };
 
-// The vectors of a row that a lane has.
-template <class T, int kLongest, int kVectors>
+// The vectors of a row that a lane has, and the keys of their elements.
+template <class T, int kLongest, int kVectors, class Keys = TileKeys<T>>
 struct TileRow {
-  using Keys = TileKeys<T>;
   using Key = typename Keys::Key;
   static constexpr int kElements = kPackElements<T>;
   // Vectors that are sorted together.
@@ -87,54 +86,118 @@ struct TileRow {
   const TopkTiles& tiles;
   int lane;
 
-  __device__ Pack<T>& vector(int i) const { return first[i << tiles.log2_lanes]; }
-
-  // -inf, for now, which all of the row comes before.
-  __device__ void fill_behind_end() const {
+  // Row `row` of a tile. What lies behind its end is -inf, for now, which all of the row comes
+  // before.
+  __device__ TileRow(Pack<T>* tile, const TopkForwardParams& params, const TopkTiles& tiles,
+                     int row, int lane)
+      : first(tile + row * (tile_pitch(kVectors) << tiles.log2_lanes) + lane),
+        tiles(tiles),
+        lane(lane) {
+    if (params.scale < 0) {
+#pragma unroll 1
+      for (int i = 0; i < kVectors; ++i) vector(i).flip_signs();
+    }
     if (!tiles.is_ragged) return;
 #pragma unroll 1
     for (int i = 0; i < kVectors; ++i) {
-      if ((i << tiles.log2_lanes) + lane >= tiles.vectors) vector(i) = Pack<T>::lowest();
+      if (!has(i)) vector(i) = Pack<T>::lowest();
     }
   }
 
-  // The best keys of the whole row, in order. Where there may be candidates, calls begin(the lane's
-  // largest), see(vector) for each, and are_numbers(), which tells whether there is no NaN.
-  template <class Begin, class See, class AreNumbers>
-  __device__ __forceinline__ void select(int k, Key (&best)[kLongest], Begin&& begin, See&& see,
-                                         AreNumbers&& are_numbers) const {
-    bool is_done = false;
-    if constexpr (can_have_candidates<T>(kLongest, kVectors)) {
-      TileCandidates<T, kLongest, kVectors> candidates;
-      candidates.find_threshold(k, [&](int i) -> const Pack<T>& { return vector(i); });
-      begin(candidates.max_of_all());
+  __device__ Pack<T>& vector(int i) const { return first[i << tiles.log2_lanes]; }
+  // Whether the row has the vector.
+  __device__ bool has(int i) const { return (i << tiles.log2_lanes) + lane < tiles.vectors; }
+  // Of the whole row.
+  __device__ T logit(int column) const { return reinterpret_cast<const T*>(first - lane)[column]; }
+  // Of the lane's element at a position. What lies behind the row's end has columns too.
+  __device__ int column(uint32_t position) const {
+    return ((position / kElements << tiles.log2_lanes) + lane) * kElements + position % kElements;
+  }
+
+  // The best of the candidates of a row, by their ranks. Returns whether candidates are few enough,
+  // and can serve at all; by whole warps.
+  template <class Candidates>
+  __device__ __forceinline__ bool rank(const Keys& keys, bool can_serve,
+                                       const Candidates& candidates, Key (&best)[kLongest]) const {
+    constexpr int kMost = most_ranked(kLongest);
+    int up_to_lane = candidates.count();
+    for (int distance = 1; distance < tiles.lanes; distance *= 2) {
+      const int below = __shfl_up_sync(~0u, up_to_lane, distance, tiles.lanes);
+      if (lane >= distance) up_to_lane += below;
+    }
+    const int count = __shfl_sync(~0u, up_to_lane, tiles.lanes - 1, tiles.lanes);
+    if (!__all_sync(~0u, can_serve && count <= kMost)) return false;
+    extern __shared__ __align__(16) char shared_memory[];
+    Key* const list =
+        reinterpret_cast<Key*>(shared_memory + kTileThreads * tile_pitch(kVectors) * 16) +
+        (thread_index_anew() >> tiles.log2_lanes) * ranked_pitch(kLongest);
+    Key* const ranked = list + kMost;
+    typename Candidates::Left left(candidates);
+#pragma unroll 1
+    for (int i = up_to_lane - candidates.count(); left.any(); ++i) {
+      bool is_there;
+      const int at = column(left.next(is_there));
+      list[i] = keys.of(logit(at), at, at);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < count; i += tiles.lanes) {
+      const Key key = list[i];
+      int larger = 0;
+#pragma unroll 4
+      for (int j = 0; j < count; ++j) larger += list[j] > key;
+      if (larger < kLongest) ranked[larger] = key;
+    }
+    __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const Pack<T> pack = vector(i);
-        see(pack);
-        candidates.mark(i, pack);
+    for (int i = 0; i < kLongest; ++i) best[i] = ranked[i];
+    return true;
+  }
+
+  // Whether candidates are looked for.
+  template <class Candidates>
+  __device__ bool may_find() const {
+    return Candidates::kCanSort || (Candidates::kCanRank && tiles.lanes >= kRankingLanes);
+  }
+
+  // The best keys of the whole row, in order. find(candidates) fills candidates of the lane, which
+  // are TileCandidates, and tells whether they can serve.
+  template <class Candidates, class Find>
+  __device__ __forceinline__ void select(const Keys& keys, Key (&best)[kLongest],
+                                         Find&& find) const {
+    bool is_done = false;
+    if constexpr (Candidates::kCanRank) {
+      if (may_find<Candidates>()) {
+        Candidates candidates;
+        const bool can_serve = find(candidates);
+        if (tiles.lanes >= kRankingLanes) {
+          if (rank(keys, can_serve, candidates, best)) return;
+        } else {
+          is_done = __all_sync(~0u, can_serve && candidates.count() <= most_candidates(kLongest));
+          if (is_done)
+            candidates.select(best, [&](int position) {
+              const int others =
+                  (position & -kElements) * (tiles.lanes - 1);  // of other lanes, before it
+              return keys.of(reinterpret_cast<const T*>(first)[position + others], position,
+                             column(position));
+            });
+        }
       }
-      is_done = __all_sync(~0u, are_numbers() && candidates.are_few());
-      if (is_done)
-        candidates.select(best, [&](int position) {
-          const int others =
-              (position & -kElements) * (tiles.lanes - 1);  // of other lanes, before it
-          return Keys::of(reinterpret_cast<const T*>(first)[position + others], position);
-        });
     }
     if (!is_done) {
 #pragma unroll
       for (int i = 0; i < kVectors; i += kStep) {
         constexpr int kKeys = kStep * kElements;
-        Key keys[kKeys];
+        Key of_vectors[kKeys];
 #pragma unroll
         for (int j = 0; j < kStep; ++j)
-          Keys::of(vector(i + j), (i + j) * kElements, keys + j * kElements);
+          keys.of(vector(i + j), (i + j) * kElements, column((i + j) * kElements),
+                  of_vectors + j * kElements);
 #pragma unroll
         for (int j = 0; j < kKeys; j += kLongest) {
           Key some[kLongest];
 #pragma unroll
-          for (int n = 0; n < kLongest; ++n) some[n] = keys[j + n];
+          for (int n = 0; n < kLongest; ++n) some[n] = of_vectors[j + n];
           sort(some);
           if (i + j == 0) {
 #pragma unroll
@@ -148,9 +211,7 @@ struct TileRow {
     if (tiles.lanes > 1) {
 #pragma unroll
       for (int i = 0; i < kLongest; ++i) {
-        const int position = Keys::position(best[i]);
-        const int vector = (position / kElements << tiles.log2_lanes) + lane;
-        best[i] = Keys::with_position(best[i], vector * kElements + position % kElements);
+        best[i] = Keys::with_position(best[i], column(Keys::position(best[i])));
       }
       for (int distance = 1; distance < tiles.lanes; distance *= 2) {
         Key others[kLongest];
@@ -162,12 +223,47 @@ struct TileRow {
   }
 };
 
+// Rows from `first_row` on to shared memory.
+template <class T, int kVectors>
+__device__ __forceinline__ void load_tile(const TopkForwardParams& params, const TopkTiles& tiles,
+                                          int64_t first_row, int rows, Pack<T>* tile) {
+  const int pitch = tile_pitch(kVectors) << tiles.log2_lanes;  // from one row to the next
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto* source =
+      keep_in_register(static_cast<const Pack<T>*>(params.scores.data) + first_row * tiles.vectors);
+  uint32_t shared = shared_address(tile);
+  const int mask = (1 << tiles.log2_places) - 1;
+  if (mask < kTileThreads) {  // a thread copies the same vector of several rows
+    const int row = thread >> tiles.log2_places, vector = thread & mask;
+    const int step = kTileThreads >> tiles.log2_places;
+    int left = vector < tiles.vectors ? rows - row : 0;
+    source += row * tiles.vectors + vector;
+    shared += (row * pitch + vector) * 16;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (left > 0) start_copy(shared, source);
+      left -= step;
+      source += step * tiles.vectors;
+      shared += step * pitch * 16;
+    }
+  } else {
+#pragma unroll 1
+    for (int at = thread; at < kVectors * kTileThreads; at += kTileThreads) {
+      const int row = at >> tiles.log2_places, vector = at & mask;
+      if (row < rows && vector < tiles.vectors)
+        start_copy(shared + (row * pitch + vector) * 16, source + (row * tiles.vectors + vector));
+    }
+  }
+  wait_for_copies();
+  __syncthreads();
+}
+
 // Writes the k values, times a factor, and columns of the rows of a tile, in place of the tile.
-template <class T, int kLongest>
+template <class T, int kLongest, class Key>
 __device__ __forceinline__ void write_tile(const TopkForwardParams& params, const TopkTiles& tiles,
                                            const float (&values)[kLongest], float factor,
-                                           const typename TileKeys<T>::Key (&best)[kLongest],
-                                           int64_t first_row, int rows, int row, int lane) {
+                                           const Key (&best)[kLongest], int64_t first_row, int rows,
+                                           int row, int lane) {
   extern __shared__ __align__(16) char shared_memory[];
   const int thread = thread_index_anew();
   __syncthreads();
@@ -220,46 +316,11 @@ __global__ void __launch_bounds__(kTileThreads)
   const int64_t first_row = int64_t{blockIdx.x} * tiles.rows_per_tile;
   const int rows =
       static_cast<int>(min(static_cast<int64_t>(tiles.rows_per_tile), params.rows - first_row));
-  const int pitch = tile_pitch(kVectors) << tiles.log2_lanes;  // from one row to the next
-  {
-    const int thread = static_cast<int>(threadIdx.x);
-    const auto* source = keep_in_register(static_cast<const Pack<T>*>(params.scores.data) +
-                                          first_row * tiles.vectors);
-    uint32_t shared = shared_address(tile);
-    const int mask = (1 << tiles.log2_places) - 1;
-    if (mask < kTileThreads) {  // a thread copies the same vector of several rows
-      const int row = thread >> tiles.log2_places, vector = thread & mask;
-      const int step = kTileThreads >> tiles.log2_places;
-      int left = vector < tiles.vectors ? rows - row : 0;
-      source += row * tiles.vectors + vector;
-      shared += (row * pitch + vector) * 16;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (left > 0) start_copy(shared, source);
-        left -= step;
-        source += step * tiles.vectors;
-        shared += step * pitch * 16;
-      }
-    } else {
-#pragma unroll 1
-      for (int at = thread; at < kVectors * kTileThreads; at += kTileThreads) {
-        const int row = at >> tiles.log2_places, vector = at & mask;
-        if (row < rows && vector < tiles.vectors)
-          start_copy(shared + (row * pitch + vector) * 16, source + (row * tiles.vectors + vector));
-      }
-    }
-    wait_for_copies();
-    __syncthreads();
-  }
+  load_tile<T, kVectors>(params, tiles, first_row, rows, tile);
   const int thread = thread_index_anew();
   const int lane = thread & (tiles.lanes - 1), row = thread >> tiles.log2_lanes;
-  const TileRow<T, kLongest, kVectors> mine{tile + row * pitch + lane, tiles, lane};
   // Rows behind the end are computed too, on whatever shared memory holds.
-  if (params.scale < 0) {
-#pragma unroll 1
-    for (int i = 0; i < kVectors; ++i) mine.vector(i).flip_signs();
-  }
-  mine.fill_behind_end();
+  const TileRow<T, kLongest, kVectors> mine(tile, params, tiles, row, lane);
 
   const Exponent exponent = exponent_of<NoBias>(params);
   MaxAndSum total{kLowest, 0.f};
@@ -270,16 +331,21 @@ __global__ void __launch_bounds__(kTileThreads)
     total.sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
   };
   Key best[kLongest];
-  mine.select(
-      params.k, best,
-      [&](float largest) {
-        total.max = fmaxf(largest, kLowest);
-        for (int distance = 1; distance < tiles.lanes; distance *= 2)
-          total.max = fmaxf(total.max, __shfl_xor_sync(~0u, total.max, distance));
-      },
-      add, [&] { return total.sum == total.sum; });
+  using Candidates = TileCandidates<T, kLongest, kVectors>;
+  mine.template select<Candidates>(Keys{}, best, [&](auto& candidates) {
+    candidates.find_threshold(params.k, tiles.lanes,
+                              [&](int i) -> const Pack<T>& { return mine.vector(i); });
+    total.max = fmaxf(candidates.max_of_all(), kLowest);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const Pack<T> pack = mine.vector(i);
+      add(pack);
+      candidates.mark(i, pack);
+    }
+    return total.sum == total.sum;
+  });
 
-  if constexpr (!can_have_candidates<T>(kLongest, kVectors)) {
+  if (!mine.template may_find<Candidates>()) {
     total.max = fmaxf(Keys::logit(best[0]), kLowest);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) add(mine.vector(i));
