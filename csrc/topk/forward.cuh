@@ -343,8 +343,9 @@ struct TopkPart {
 // What a row's keys, in order, become: probabilities, or z.
 template <class Mask, int kThreads>
 __device__ void write_topk(const TopkForwardParams& params, const RowIndex& index, int64_t row,
-                           MaxAndSum total, float unit, const uint64_t* sorted) {
+                           MaxAndSum total, const NumbersOfRow& numbers, const uint64_t* sorted) {
   const int thread = thread_index_anew();
+  const float unit = numbers.unit;
   const Exponent exponent{unit * kLog2E};
   const RowStatistics statistics(total, unit);
   if (thread == 0) statistics.write(params, row);
@@ -352,7 +353,8 @@ __device__ void write_topk(const TopkForwardParams& params, const RowIndex& inde
   bool is_empty = statistics.is_empty();
   int kept = params.k;
   if (params.limits.are_given) {
-    const WithinLimits found = limit_row(params, row, total, exponent, sorted);
+    const WithinLimits found = limit_row(
+        params.k, params.drawn == nullptr ? nullptr : params.drawn + row, numbers, total, sorted);
     kept = found.count;
     if (params.renormalize) sum = found.sum;
   } else if (params.renormalize) {
@@ -432,6 +434,7 @@ __global__ void __launch_bounds__(
   auto* const groups = reinterpret_cast<uint32_t*>(shared_memory);
   __shared__ Selection<kThreads> selection;
   __shared__ MaxAndSum sums_of_warps[kWarps], total;
+  __shared__ NumbersOfRow numbers;
   __shared__ uint64_t arrived;  // a barrier: what blocks of the cluster hand on
 
   const int blocks = kSpreads ? schedule.blocks_per_row : 1;
@@ -485,6 +488,10 @@ __global__ void __launch_bounds__(
   const auto is_warp = [](int warp) { return thread_index_anew() / 32 == warp; };
   if (is_warp(0)) selection.put_threshold(0, selection.least_of_delegates(params.k));
   if (is_warp(1 % kWarps)) put_total();
+  if (thread == kThreads - 1) {
+    const int64_t same_row = row_of_block();
+    numbers.read(params, same_row, unit_of<Bias>(params, same_row));
+  }
   if constexpr (kSpreads) {
     if (is_cluster && is_warp(2 % kWarps))
       selection.put_threshold(1, selection.least_of_cluster(params.k, blocks));
@@ -577,9 +584,7 @@ __global__ void __launch_bounds__(
   }
   selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
   __syncthreads();
-  const int64_t same_row = row_of_block();
-  write_topk<Mask, kThreads>(params, index, same_row, total, unit_of<Bias>(params, same_row),
-                             selection.sorted);
+  write_topk<Mask, kThreads>(params, index, row_of_block(), total, numbers, selection.sorted);
 }
 
 }  // namespace megasoftmax

@@ -87,11 +87,6 @@ class OrderedWeights {
   }
 };
 
-struct WithinLimits {
-  int count;  // the first so many
-  float sum;  // of their weights
-};
-
 // From 0 to 1 exclusively; `uniform` of megasoftmax/reference/topk.py. Dropout's counters end with
 // less than 64.
 __device__ inline float random_number(int64_t seed, int64_t row) {
@@ -101,26 +96,47 @@ __device__ inline float random_number(int64_t seed, int64_t row) {
   return static_cast<float>(random.words[0] >> 8) * 0x1p-24f;
 }
 
-// By all warps of a block, of the keys of a row in order. The first warp draws. A function of its
-// own, not to take registers of rows without limits.
-__device__ __noinline__ inline WithinLimits limit_row(const TopkForwardParams& params, int64_t row,
-                                                      MaxAndSum total, Exponent exponent,
-                                                      const uint64_t* sorted) {
-  const TopkLimits& limits = params.limits;
-  const bool draws = params.drawn != nullptr && threadIdx.x < 32;
-  const int64_t seed = draws ? *params.seed : 0;
-  const auto read = [&](const auto& of_rows, auto number) {
-    return of_rows.data == nullptr ? number : of_rows.at(row);
-  };
-  const int top_k = read(limits.row_top_k, limits.top_k);
-  const float top_p = read(limits.row_top_p, limits.top_p),
-              min_p = read(limits.row_min_p, limits.min_p);
-  if (!(total.sum > 0.f) || params.k == 0) {  // empty, or NaN
-    if (draws && threadIdx.x == 0) params.drawn[row] = column_of(sorted[0]);
-    return {params.k, total.sum};
+// What a row has of its own, read while its threshold is found.
+struct NumbersOfRow {
+  float unit;  // of logits, see unit_of
+  int top_k;
+  float top_p, min_p;
+  float number;  // by which an index is drawn
+
+  __device__ void read(const TopkForwardParams& params, int64_t row, float unit_of_row) {
+    const TopkLimits& limits = params.limits;
+    const auto of = [&](const auto& of_rows, auto number) {
+      return of_rows.data == nullptr ? number : of_rows.at(row);
+    };
+    unit = unit_of_row;
+    top_k = of(limits.row_top_k, limits.top_k);
+    top_p = of(limits.row_top_p, limits.top_p);
+    min_p = of(limits.row_min_p, limits.min_p);
+    number = params.drawn == nullptr ? 0.f : random_number(*params.seed, row);
   }
-  const bool has_top_k = top_k >= 1 && top_k <= params.k;
-  const int most = has_top_k ? top_k : params.k;
+};
+
+struct WithinLimits {
+  int count;  // the first so many
+  float sum;  // of their weights
+};
+
+// By all warps of a block, of the k keys of a row in order. The first warp draws, unless there is
+// no place for it. A function of its own, not to take registers of rows without limits. It takes no
+// reference to a kernel's parameters, which would be copied to local memory.
+__device__ __noinline__ inline WithinLimits limit_row(int k, int64_t* drawn_index,
+                                                      const NumbersOfRow& numbers, MaxAndSum total,
+                                                      const uint64_t* sorted) {
+  const bool draws = drawn_index != nullptr && threadIdx.x < 32;
+  const int top_k = numbers.top_k;
+  const float top_p = numbers.top_p, min_p = numbers.min_p;
+  const Exponent exponent{numbers.unit * kLog2E};
+  if (!(total.sum > 0.f) || k == 0) {  // empty, or NaN
+    if (draws && threadIdx.x == 0) *drawn_index = column_of(sorted[0]);
+    return {k, total.sum};
+  }
+  const bool has_top_k = top_k >= 1 && top_k <= k;
+  const int most = has_top_k ? top_k : k;
   const OrderedWeights weights(most,
                                [&](int i) { return exponent(logit_of(sorted[i]), total.max); });
   const float whole = has_top_k ? weights.sum : total.sum;
@@ -130,7 +146,7 @@ __device__ __noinline__ inline WithinLimits limit_row(const TopkForwardParams& p
   });
   const float sum = weights.sum_of(count);
   if (draws) {
-    const float number = sum * random_number(seed, row);
+    const float number = sum * numbers.number;
     int drawn = weights.count_while(count, [&](int, float weight, float, float up_to) {
       return !(weight > 0.f && up_to > number);
     });
@@ -138,7 +154,7 @@ __device__ __noinline__ inline WithinLimits limit_row(const TopkForwardParams& p
       drawn = weights.count_while(count, [](int, float weight, float, float) {
         return weight > 0.f;
       }) - 1;
-    if (threadIdx.x == 0) params.drawn[row] = column_of(sorted[drawn]);
+    if (threadIdx.x == 0) *drawn_index = column_of(sorted[drawn]);
   }
   return {count, sum};
 }
