@@ -100,14 +100,14 @@ def attention_forward(
         visible = ranges.segments((position_ids == 0).cumsum(-1))
     elif causal and position_ids is not None and query.shape[2] < key.shape[2]:
         visible, window = _written(position_ids, query, key, window)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(position_bias, mask, scale, softcap, causal, window, visible, s_aux)
+    options = AttentionOptions(position_bias, mask, scaling, softcap, causal, window, visible, s_aux)
     if dropout == 0:
         output = attention(query, key, value, **options._asdict())
     else:
         group = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(group, 1) for each in (key, value))
-        of_softmax = options._replace(dropout=dropout).of_softmax()
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        of_softmax = options._replace(scale=scale, dropout=dropout).of_softmax()
         output = softmax(query @ key.mT, **of_softmax) @ value
     return output.transpose(1, 2).contiguous(), None
 

@@ -247,7 +247,7 @@ class AttentionOptions(NamedTuple):
 _OF_BOTH = [name for name in AttentionOptions._fields if name in SoftmaxOptions._fields]
 
 
-# Options for type checkers: all but those that decide what a call returns.
+# Options for type checkers: all but return_lse and return_probabilities.
 
 
 class _KeywordsOfPairs(TypedDict, total=False):

@@ -257,7 +257,10 @@ def gradients(
     for each in lost_of_dz:
         of_query = of_query + (each @ k).square()
         of_key = of_key + (each.mT @ q).square()
+    # Weights that GPUs take for 0 are all lost in one direction.
+    lost_weights = torch.finfo(torch.float32).tiny / eps * (p != 0).to(p.dtype).mT @ g.abs()
     of_value = weight_noise.square().mT @ g.square() + (lost(p, rounded(p)).mT @ g).square()
+    of_value = of_value + lost_weights.square()
     found = {
         "query": product(factor * dz @ k, factor**2 * of_query, empty),
         "key": of_heads(factor * dz.mT @ q, factor**2 * of_key, unseen),

@@ -219,6 +219,9 @@ def has_no_room(tensor: torch.Tensor, dim: int | None) -> bool:
 def one_by_one(
     function: Callable[..., Any], count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> Any:
+    if count == 0:
+        raise ValueError("torch.vmap: expected an example, got none for a call that takes one by one")
+
     def example(i: int) -> list[Any]:
         pairs = zip(args, in_dims, strict=True)
         return [arg if dim is None else arg.select(dim, i) for arg, dim in pairs]

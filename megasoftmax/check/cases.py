@@ -25,7 +25,7 @@ from megasoftmax.check.draws import (
     MAX_HEAD_DIM,
     MAX_K,
     MAX_ROUTER_K,
-    OF_SAMPLING,
+    ROW_LIMITS,
     Data,
     Drawn,
     Layout,
@@ -137,7 +137,7 @@ class Topk(Drawn):
             score=score,
             selection_bias=SelectionBias.draw(random, shape) if has_bias else None,
             renormalize=chance(random, 0.4),
-            **(dict.fromkeys(OF_SAMPLING) if is_router else draw_limits(random, shape[:-1], k)),
+            **(dict.fromkeys(ROW_LIMITS) if is_router else draw_limits(random, shape[:-1], k)),
         )
         if not is_router and case.softcap is None and chance(random, 0.3):
             case.scale = OfRows.draw(random, shape[:-1], *random.choice(SCALES_OF_ROWS))
@@ -148,7 +148,7 @@ class Topk(Drawn):
 
     def options(self, data: Data) -> dict[str, Any]:
         """The arguments of a call that `sample` takes too."""
-        return {name: made(getattr(self, name), data) for name in ("scale", "mask", *OF_SAMPLING)}
+        return {name: made(getattr(self, name), data) for name in ("scale", "mask", *ROW_LIMITS)}
 
     def drawn(
         self, data: Data, fused: bool | None, logits: Tensor, options: dict[str, Any]
@@ -184,7 +184,7 @@ class Topk(Drawn):
         actual, indices = run(fused, logits, incoming)
         wide = _in_float((logits, incoming))
         expected, expected_indices = run(False, *wide)
-        # Rows of which rounding decides about an entry are not compared.
+        # A row is skipped if rounding decides whether a limit keeps an entry.
         is_clear = self._is_clear(wide[0], options)
         is_other = indices != expected_indices
         if self.selection_bias is not None or self.softcap is not None:
@@ -215,7 +215,7 @@ class Topk(Drawn):
         return found
 
     def _is_clear(self, logits: Tensor, options: dict[str, Any]) -> Tensor:
-        """Rows of which slightly other limits keep the same entries."""
+        """Rows whose kept entries stay the same when limits change by 1e-5 of themselves."""
 
         def kept(factor: float) -> Tensor:
             moved = dict(options)
@@ -232,7 +232,7 @@ class Topk(Drawn):
         return (kept(1 - 1e-5) == kept(1 + 1e-5)).all(-1)
 
     def _ranks(self, logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """What chooses entries, and what float32 may lose of it."""
+        """The number that ranks each entry, and its error in float32."""
         eps = torch.finfo(FLOAT).eps
         z = logits.double() * _of_logits(given["scale"])
         errors = eps * z.abs()
@@ -254,7 +254,7 @@ class Topk(Drawn):
     def _errors(
         self, wide: list[Tensor], given: dict[str, Any], chosen: Tensor, indices: Tensor
     ) -> list[Tensor]:
-        """What probabilities, and the gradient of the logits, are rounded of."""
+        """The sizes that errors of probabilities and of the gradient of the logits are relative to."""
         logits, incoming = wide
         scale = _of_logits(given["scale"])
         dense = torch.zeros_like(logits).scatter(-1, indices, (chosen > 0) * incoming.abs())
@@ -268,6 +268,7 @@ class Topk(Drawn):
         if self.score == "sigmoid" and not self.renormalize:
             errors = p * dense
         if self.softcap is not None:
+            # 0.05: slopes may err by twice the 8 eps of tanh beside the 5e-5 that is allowed.
             errors = errors * (1 - torch.tanh(z / self.softcap).square() + 0.05)
             z = self.softcap * torch.tanh(z / self.softcap)
         if self.score == "sigmoid":

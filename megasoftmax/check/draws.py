@@ -243,7 +243,7 @@ class Mask(Drawn):
 
 
 class OfRows(Drawn):
-    """A number of each row, from low to high; of an integer type whole numbers."""
+    """A number of each row, uniform from low to high, truncated for integer types."""
 
     @classmethod
     def draw(cls, random: Random, rows: Shape, low: float, high: float, *dtypes: Any) -> "OfRows":
@@ -261,13 +261,13 @@ class OfRows(Drawn):
         return self.layout.place(values.to(self.dtype))
 
 
-OF_SAMPLING = "top_k", "top_p", "min_p"
+ROW_LIMITS = "top_k", "top_p", "min_p"
 
 
 def draw_limits(random: Random, rows: Shape, k: int) -> dict[str, Any]:
     """top_k, top_p and min_p, each None, a number or one of each row. Some limit nothing."""
     if chance(random, 0.4):
-        return dict.fromkeys(OF_SAMPLING)
+        return dict.fromkeys(ROW_LIMITS)
     whole = (torch.int32, torch.int64)
     # On a CPU a tensor without dimensions is a number, which has to be from 1 on.
     of_rows = OfRows.draw(random, rows, 0, k + 3, *whole)

@@ -302,7 +302,8 @@ def _select_by_keys(values: Tensor, k: int) -> Tensor:
     """`select` by integers without equals: the bits, ordered like the numbers, then the column."""
     values = torch.where(values.isnan(), torch.nan, values)  # of one sign
     values += 0.0  # -0 becomes 0
-    if values.dtype == torch.float64:
+    # vmap of torch before 2.13 does not see a tensor as integers.
+    if values.dtype == torch.float64 or torch._C._are_functorch_transforms_active():
         return values.sort(stable=True, dim=-1, descending=True).indices[..., :k].contiguous()
     bits = values.view(torch.int32)
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
