@@ -281,6 +281,7 @@ def fewest_bytes(row: Row) -> int:
     entries = 2 * batch * dim * (heads * queries + key_heads * keys)
     biases = {
         "": 0,
+        "softcap": 0,
         "1,h": heads * queries * keys,
         "b,h": batch * heads * queries * keys,
         "table": heads * (queries + keys - 1),

@@ -319,8 +319,10 @@ def lengths_for(direction, dtype, kind, index):
 
 
 def softmax_tile(given, direction, dtype, lanes):
+    """Without a softcap, which has other kernels."""
     for elements, less in itertools.product(TILE_ELEMENTS, (1, 0)):
-        call_softmax(given, direction, dtype, lanes * elements - less, layout="exact")
+        columns = lanes * elements - less
+        call_softmax(given, direction, dtype, columns, layout="exact", has_softcaps=False)
 
 
 def softmax_rows(given, direction, dtype, mask, bias):
@@ -448,8 +450,9 @@ def call_softmax(
     drops=False,
     sums_bias=True,
     has_sinks=True,
+    has_softcaps=True,
 ):
-    """Ranges and sinks, if it has any, are those that come next: there may be none."""
+    """Ranges, sinks and softcaps, if it has any, are those that come next: there may be none."""
     shape, element = (BATCHES, HEADS, queries, columns), DTYPES[dtype]
     scale, out = next(given.scales), element if next(given.flags) else torch.float32
     has_lse = next(given.flags)
@@ -461,7 +464,7 @@ def call_softmax(
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
     excluded = given.mask(*given.beside(shape)) if mask else None
     dropout = (0.3, torch.tensor([7], device=given.device)) if drops else (0.0, None)
-    softcap = next(given.softcaps)
+    softcap = next(given.softcaps) if has_softcaps else 0.0
     first, end = given.ranges(*shape[:-1], keys=columns) if has_ranges else (None, None)
     scores = given.floats(*shape, dtype=element, layout=layout)
     options = {"scale": scale, "softcap": softcap, "mask": excluded, "bias": bias_tensor}
