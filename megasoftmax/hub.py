@@ -100,7 +100,9 @@ def attention_forward(
         visible = ranges.segments((position_ids == 0).cumsum(-1))
     elif causal and position_ids is not None and query.shape[2] < key.shape[2]:
         visible, window = _written(position_ids, query, key, window)
-    options = AttentionOptions(position_bias, mask, scaling, softcap, causal, window, visible, s_aux)
+    options = AttentionOptions(
+        position_bias, mask, scaling, softcap, causal, window, visible, s_aux
+    )
     if dropout == 0:
         output = attention(query, key, value, **options._asdict())
     else:

@@ -220,7 +220,9 @@ def one_by_one(
     function: Callable[..., Any], count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> Any:
     if count == 0:
-        raise ValueError("torch.vmap: expected an example, got none for a call that takes one by one")
+        raise ValueError(
+            "torch.vmap: expected an example, got none for a call that takes one by one"
+        )
 
     def example(i: int) -> list[Any]:
         pairs = zip(args, in_dims, strict=True)

@@ -254,7 +254,7 @@ class Topk(Drawn):
     def _errors(
         self, wide: list[Tensor], given: dict[str, Any], chosen: Tensor, indices: Tensor
     ) -> list[Tensor]:
-        """The sizes that errors of probabilities and of the gradient of the logits are relative to."""
+        """The sizes that errors of probabilities and of the logits' gradient are relative to."""
         logits, incoming = wide
         scale = _of_logits(given["scale"])
         dense = torch.zeros_like(logits).scatter(-1, indices, (chosen > 0) * incoming.abs())
