@@ -153,6 +153,10 @@ TABLE: list[Make] = [
         call.normal(call.sizes.heads, max(call.sizes.queries + call.sizes.keys - 1, 0))
     )
 ]
+PART_OF_ROWS: list[Make] = [
+    *_of(0.0, 0.9, 1),
+    lambda call: call.data.normal(call.broadcast(*call.pairs[:3])).abs().clamp_max(1),
+]
 SINK: list[Make] = [
     *_of(0.0, -math.inf),
     _of_heads,
@@ -235,6 +239,11 @@ VALUES: dict[str, list[Make]] = {
     "kind of mask": _of(megasoftmax.AttnMaskType.causal, "no_mask"),
     "filling": _of(_fill, None),
     "scale or none": [*_of(None), *SCALE],
+    "scale of rows": [*SCALE, *PART_OF_ROWS[-1:]],
+    "count of rows": [*COUNT, lambda call: call.integers(*call.broadcast(*call.pairs[:3]))],
+    "part of rows": PART_OF_ROWS,
+    "score": _of("softmax", "sigmoid"),
+    "selection_bias": [lambda call: call.data.normal((call.sizes.keys,))],
 }
 
 
@@ -295,6 +304,8 @@ def _megatron(fusion: bool) -> torch.nn.Module:
 
 
 OF_ROWS = "scale, softcap, mask, fused, dtype, return_lse: flag"
+OF_ENTRIES = "scale: scale of rows, mask, top_k: count of rows, top_p: part of rows, "
+OF_ENTRIES += "min_p: part of rows, fused"
 OF_PAIRS = "scale, causal: flag, window, sink, fused, dropout, seed"
 QKV = "query, key, value"
 LIMITS = "mask: attention mask, visible, bias: any bias"
@@ -309,7 +320,12 @@ FUNCTIONS = {
     "softmax_topk": _public(
         "softmax_topk",
         "logits: scores, k: count",
-        f"{OF_ROWS}, bias, renormalize: flag, group: none",
+        f"{OF_ROWS}, bias, renormalize: flag, group: none, {OF_ENTRIES}, score, selection_bias",
+    ),
+    "sample": _public(
+        "sample",
+        "logits: scores, k: count",
+        f"{OF_ENTRIES}, seed, return_probabilities: flag",
     ),
     "softmax_backward": Function(
         softmax_backward,

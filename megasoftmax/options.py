@@ -135,10 +135,13 @@ class TopkOptions(NamedTuple):
             if hasattr(logits, "device_mesh"):
                 raise ValueError("group: expected None for a DTensor, got a group")
         self._check_limits(logits)
-        if self.score != "softmax" or self.selection_bias is not None:
-            self._check_choice(logits)
         check_flag("renormalize", self.renormalize)
         _check_choices(self.dtype, self.return_lse, self.fused)
+        if not isinstance(self.score, str) or self.score not in ("softmax", "sigmoid"):
+            found = repr(self.score) if isinstance(self.score, str) else kind(self.score)
+            raise ValueError(f"score: expected 'softmax' or 'sigmoid', got {found}")
+        if self.score == "sigmoid" or self.selection_bias is not None:
+            self._check_choice(logits)
 
     def with_one_scale(self) -> "TopkOptions":
         """Themselves, with 1 in place of a scale for each row."""
@@ -164,9 +167,6 @@ class TopkOptions(NamedTuple):
 
     def _check_choice(self, logits: Tensor) -> None:
         """Of scores that are not probabilities, or do not choose the entries alone."""
-        if self.score not in ("softmax", "sigmoid"):
-            found = repr(self.score) if isinstance(self.score, str) else kind(self.score)
-            raise ValueError(f"score: expected 'softmax' or 'sigmoid', got {found}")
         bias = self.selection_bias
         if bias is not None:
             check_floating("selection_bias", bias)

@@ -267,3 +267,26 @@ def test_logits_that_lie_anyhow(score, has_bias):
         normal(5, 10, 64, device="cuda").transpose(0, 1),
     ):
         check(function, logits, 6, score=score, selection_bias=bias)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": torch.zeros(3)},
+        {"score": "sigmoid", "return_lse": torch.zeros(3)},
+        {"selection_bias": torch.zeros(5), "renormalize": torch.zeros(3)},
+        {"score": "sigmoid", "dtype": torch.zeros(3)},
+    ],
+    ids=lambda options: [*options][-1],
+)
+def test_tensors_in_place_of_words_and_flags(options):
+    name = [*options][-1]
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: expected"):
+        megasoftmax.softmax_topk(torch.zeros(2, 5), 2, **options)
+
+
+def test_choice_among_no_entries(device):
+    p, indices = topk_on(device)(
+        torch.zeros(3, 0, device=device), 0, selection_bias=torch.zeros(0, device=device)
+    )
+    assert p.shape == indices.shape == (3, 0)

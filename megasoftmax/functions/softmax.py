@@ -206,7 +206,7 @@ def softmax(
         and isinstance(scores, Tensor)
         and dim in (-1, scores.dim() - 1)
         and dispatch.is_plain_scores(scores)
-        and (dtype is None or dtype == scores.dtype)
+        and (dtype is None or dtype is scores.dtype)
     ):
         if seed is not None:
             check_seed(seed, "scores", scores)

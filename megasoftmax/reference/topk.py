@@ -393,6 +393,8 @@ def _probabilities(given: Any) -> Tensor:
 
 def _softmax(y: Tensor, factor: float | Tensor) -> Tensor:
     """The probabilities over all of V, of z = factor * y."""
+    if y.shape[-1] == 0:
+        return y
     weights = ((y - y.amax(-1, keepdim=True)) * factor).exp_()
     return weights / weights.sum(-1, keepdim=True)
 
