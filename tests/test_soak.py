@@ -9,6 +9,14 @@ from random import Random
 import pytest
 import soak
 import torch
+from faults import (
+    higher_index_first,
+    last_of_the_entries,
+    other_seed,
+    scales_of_one_row,
+    selection_bias_returned,
+    without,
+)
 from soak_cases import FAMILIES, Attention, Bias, Data, Incoming, Layout
 
 import megasoftmax
@@ -156,48 +164,6 @@ def with_nothing_excluded(function, *tensors, **given):
     return function(*tensors, **(given | {"mask": None}))
 
 
-def without(name):
-    """As if that option were not given."""
-
-    def call(function, *tensors, **given):
-        return function(*tensors, **(given | {name: None}))
-
-    call.__name__ = f"without_{name}"
-    return call
-
-
-def with_selection_bias_returned(function, logits, k, **given):
-    p, indices, *lse = function(logits, k, **given)
-    if given["selection_bias"] is not None:
-        p = p + given["selection_bias"].expand(logits.shape).gather(-1, indices).to(p.dtype)
-    return p, indices, *lse
-
-
-def with_the_higher_index_first(function, logits, k, **given):
-    """Among equals."""
-    for name in ("mask", "bias", "selection_bias"):
-        if given[name] is not None:
-            given[name] = given[name].expand(logits.shape).flip(-1)
-    p, indices, *lse = function(logits.flip(-1), k, **given)
-    return p, logits.shape[-1] - 1 - indices, *lse
-
-
-def with_scales_of_one_row(function, *tensors, **given):
-    if isinstance(given["scale"], torch.Tensor):
-        given["scale"] = given["scale"].flatten()[:1]
-    return function(*tensors, **given)
-
-
-def with_other_seed(function, *tensors, **given):
-    return function(*tensors, **(given | {"seed": given["seed"] + 1}))
-
-
-def with_an_entry_that_is_dropped(function, *tensors, **given):
-    """The last of the K is drawn, whether it keeps a probability or not."""
-    _, p, indices = function(*tensors, **given)
-    return indices[..., -1], p, indices
-
-
 @pytest.mark.parametrize(
     ("function", "fault", "result"),
     [
@@ -210,12 +176,12 @@ def with_an_entry_that_is_dropped(function, *tensors, **given):
         ("softmax_topk", without("min_p"), ""),
         ("softmax_topk", without("softcap"), ""),
         ("softmax_topk", without("selection_bias"), "indices"),
-        ("softmax_topk", with_selection_bias_returned, "probabilities"),
-        ("softmax_topk", with_the_higher_index_first, "indices"),
-        ("softmax_topk", with_scales_of_one_row, ""),
+        ("softmax_topk", selection_bias_returned, "probabilities"),
+        ("softmax_topk", higher_index_first, "indices"),
+        ("softmax_topk", scales_of_one_row, ""),
         ("sample", without("min_p"), "probabilities to draw from"),
-        ("sample", with_other_seed, "drawn indices"),
-        ("sample", with_an_entry_that_is_dropped, "drawn indices"),
+        ("sample", other_seed, "drawn indices"),
+        ("sample", last_of_the_entries, "drawn indices"),
         ("attention", with_other_scale, ""),
         ("attention", with_nothing_excluded, ""),
     ],

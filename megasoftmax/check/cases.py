@@ -156,7 +156,7 @@ class Topk(Drawn):
         """What `sample` returns for these logits, and the numbers that it draws by."""
         if self.is_router() or self.k == 0:
             return None
-        seed = torch.tensor([math.prod(self.shape)], device=data.device)
+        seed = torch.tensor([math.prod(self.shape)], device=data.device, dtype=torch.int64)
         found = megasoftmax.sample(
             logits, self.k, **options, seed=seed, return_probabilities=True, fused=fused
         )
@@ -221,7 +221,7 @@ class Topk(Drawn):
             moved = dict(options)
             for name in ("top_p", "min_p"):
                 if options[name] is not None:
-                    limit = torch.as_tensor(options[name], device=logits.device).float()
+                    limit = torch.as_tensor(options[name], device=logits.device, dtype=FLOAT)
                     of_none = limit >= 1 if name == "top_p" else limit <= 0
                     moved[name] = torch.where(of_none, limit, (limit * factor).clamp(max=1))
             given = moved | {"softcap": self.softcap, "fused": False}
