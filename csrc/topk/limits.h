@@ -20,6 +20,8 @@ inline constexpr float kTiniestRowScale = 1.17549435e-38f;
 inline constexpr float kLargestRowScale = static_cast<float>(0.69 * 3.4028234663852886e38);
 // Shared memory that kernels declare themselves, besides what the plan gives a block.
 inline constexpr int kTopkMaxDeclaredBytes = 16384;
+// What a thread of a router may spill: with more registers fewer blocks of them would run.
+inline constexpr int kTopkMaxSpilledBytes = 16;
 
 // Short rows of a contiguous tensor, without mask and bias, form a tile in shared memory, and are
 // sorted by networks, see tile.cuh.
