@@ -23,10 +23,11 @@ inline constexpr int kTopkMaxDeclaredBytes = 16384;
 // What a thread of a router may spill: with more registers fewer blocks of them would run.
 inline constexpr int kTopkMaxSpilledBytes = 16;
 
-// Short rows of a contiguous tensor, without mask and bias, form a tile in shared memory, and are
-// sorted by networks, see tile.cuh.
+// Short rows of a contiguous tensor, without mask and bias, form a tile in shared memory, see
+// tile.cuh. Rows of kRankingLanes lanes or more rank their candidates, others sort them by
+// networks.
 inline constexpr int kTileThreads = 128, kMaxTileVectors = 8, kTileMaxK = 16;
-inline constexpr int kTileMaxVectors = 32 * kMaxTileVectors;
+inline constexpr int kTileMaxVectors = 32 * kMaxTileVectors, kRankingLanes = 4;
 // Rows that are chosen by a sigmoid or with a bias, see router.cuh. A lane of a row has so many
 // elements: with half of them twice as many lanes would merge thresholds.
 inline constexpr int kRouterElements = 64, kRouterMaxColumns = 1024;

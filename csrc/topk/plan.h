@@ -52,6 +52,8 @@ inline int64_t topk_vectors(const TopkParams& params, bool is_written) {
 // Vectors from one row of a tile to the next, for each of its lanes: eight neighbouring threads
 // find eight different banks.
 constexpr int tile_pitch(int lane_vectors) { return lane_vectors | 1; }
+// Of the rows alone: lists of candidates lie behind them.
+constexpr int tile_bytes(int lane_vectors) { return kTileThreads * tile_pitch(lane_vectors) * 16; }
 
 // The length of lists of keys: 2, 4, 8 or 16, the first that holds k.
 constexpr int tile_list_length(int k) {
@@ -60,9 +62,8 @@ constexpr int tile_list_length(int k) {
   return length;
 }
 
-// Rows of so many lanes, or more, rank their candidates in shared memory: so many at most, into a
-// list. From one row to the next there is a place more, so that rows find different banks.
-inline constexpr int kRankingLanes = 4;
+// How many candidates a row ranks at most. From one row to the next, candidates and the list that
+// they are put into have a place more, so that rows find different banks.
 constexpr int most_ranked(int list_length) { return 2 * list_length; }
 constexpr int ranked_pitch(int list_length) { return most_ranked(list_length) + list_length + 1; }
 
@@ -89,7 +90,7 @@ inline TopkPlan plan_topk_tiles(const TopkForwardParams& params, int vectors, in
   for (int i = 0; i < kTileMaxK; i += tiles.lanes) tiles.results_of_first_lane |= 1u << i;
   const int results =
       tiles.rows_per_tile * params.k * static_cast<int>(sizeof(float) + sizeof(int));
-  plan.shared_bytes = kTileThreads * tile_pitch(tiles.lane_vectors) * 16;
+  plan.shared_bytes = tile_bytes(tiles.lane_vectors);
   if (tiles.lanes >= kRankingLanes)
     plan.shared_bytes += tiles.rows_per_tile * ranked_pitch(list_length) * key_bytes;
   plan.shared_bytes = std::max(plan.shared_bytes, results);

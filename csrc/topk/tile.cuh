@@ -128,9 +128,8 @@ struct TileRow {
     const int count = __shfl_sync(~0u, up_to_lane, tiles.lanes - 1, tiles.lanes);
     if (!__all_sync(~0u, can_serve && count <= kMost)) return false;
     extern __shared__ __align__(16) char shared_memory[];
-    Key* const list =
-        reinterpret_cast<Key*>(shared_memory + kTileThreads * tile_pitch(kVectors) * 16) +
-        (thread_index_anew() >> tiles.log2_lanes) * ranked_pitch(kLongest);
+    Key* const list = reinterpret_cast<Key*>(shared_memory + tile_bytes(kVectors)) +
+                      (thread_index_anew() >> tiles.log2_lanes) * ranked_pitch(kLongest);
     Key* const ranked = list + kMost;
     typename Candidates::Left left(candidates);
 #pragma unroll 1
