@@ -3,7 +3,10 @@
 ring_attention in both orders beside torch's own context_parallel, and beside attention of the whole
 sequence on one GPU. `efficiency` is the time of that one, divided by the number of GPUs, over the
 time of the ring: 1 is as many times the speed of one GPU as there are. A time is that of the
-slowest rank. `extra_bytes` is the peak of a rank beside its inputs.
+slowest rank. `milliseconds` begin with an idle GPU, as the host calls; `queued_milliseconds` when
+the host has had a start, as in a model, which launches many layers. `extra_bytes` is the peak of a
+rank beside its inputs. `error` is the largest difference of the output of the first rank from that
+of one GPU.
 
 torchrun --nproc-per-node 2 benchmarks/bench_ring.py                    # all GPUs of a host
 torchrun --nproc-per-node 2 benchmarks/bench_ring.py --device cpu       # tiny, to try it
@@ -22,26 +25,30 @@ import torch.distributed as dist
 import typer
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import megasoftmax
 
 SHAPES = {"cuda": (1, 16, 128), "cpu": (1, 2, 8)}  # batch, heads, head dimension
 LENGTHS = {"cuda": (16384, 65536, 262144), "cpu": (64,)}
 LIMITS = {"causal": {"causal": True}, "window 4096": {"causal": True, "window": (4095, 0)}}
+ONE = "one GPU"
+HEAD_START = 4 * measure.LONG_START  # torch's own takes the host longest
 FIELDS = [
     *("gpus", "tokens", "limits", "implementation", "pass"),
-    *("milliseconds", "efficiency", "extra_bytes", "note"),
+    *("milliseconds", "efficiency", "queued_milliseconds", "queued_efficiency"),
+    *("extra_bytes", "error", "note"),
 ]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Way(NamedTuple):
-    """An implementation, what it takes of the whole sequence, and where it runs."""
+    """An implementation, what it takes and returns of the whole sequence, and where it runs."""
 
     attention: Attention
     part: Callable[[Tensor], Tensor]
+    part_of_output: Callable[[Tensor], Tensor]
     context: Callable[[list[Tensor]], AbstractContextManager[Any]] = lambda parts: nullcontext()
 
 
@@ -50,28 +57,31 @@ def ways(limits: dict[str, Any], rank: int, ranks: int) -> dict[str, Way]:
         group = dist.group.WORLD
         return megasoftmax.ring_attention(*tensors, group=group, order=order, **limits)[0]
 
-    def of_torch(*tensors: Tensor) -> Tensor:
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-            return scaled_dot_product_attention(*tensors, is_causal=True)
+    def of_torch(*tensors: Tensor, backend: SDPBackend) -> Tensor:
+        with sdpa_kernel([backend]):
+            # By its module, where context_parallel replaces it.
+            return functional.scaled_dot_product_attention(*tensors, is_causal=True)
 
     def in_torchs(parts: list[Tensor]) -> AbstractContextManager[Any]:
         """It replaces the tensors by the rank's parts."""
         mesh = dist.init_device_mesh("cuda", (ranks,))
         return context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * len(parts))
 
+    def in_order(tensor: Tensor) -> Tensor:
+        return tensor.chunk(ranks, 2)[rank].contiguous()
+
+    def in_zigzag(tensor: Tensor) -> Tensor:
+        return megasoftmax.zigzag_chunk(tensor, ranks, 2)[rank]
+
     found = {
-        "one GPU": Way(partial(megasoftmax.attention, **limits), Tensor.clone),
-        "contiguous": Way(
-            partial(ring, order="contiguous"),
-            lambda tensor: tensor.chunk(ranks, 2)[rank].contiguous(),
-        ),
-        "zigzag": Way(
-            partial(ring, order="zigzag"),
-            lambda tensor: megasoftmax.zigzag_chunk(tensor, ranks, 2)[rank],
-        ),
+        ONE: Way(partial(megasoftmax.attention, **limits), Tensor.clone, Tensor.clone),
+        "contiguous": Way(partial(ring, order="contiguous"), in_order, in_order),
+        "zigzag": Way(partial(ring, order="zigzag"), in_zigzag, in_zigzag),
     }
     if torch.cuda.is_available() and "window" not in limits:
-        found["torch"] = Way(of_torch, Tensor.clone, in_torchs)
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            attention = partial(of_torch, backend=backend)
+            found[f"torch {backend.name}"] = Way(attention, Tensor.clone, in_zigzag, in_torchs)
     return found
 
 
@@ -89,7 +99,7 @@ def passes(attention: Attention, parts: list[Tensor]) -> measure.Calls:
     return {"forward": forward, measure.BOTH: both}
 
 
-def slowest(call: measure.Function, run: measure.Run) -> tuple[float, int]:
+def slowest(call: measure.Function, run: measure.Run, head_start: int) -> tuple[float, int]:
     """Median milliseconds of the slowest rank, and the bytes that this one takes at most."""
     peak, times, on_host = 0, [], measure.host_timer(1, "cpu")
     for _ in range(2 + run.turns):  # the first two do not count
@@ -101,6 +111,8 @@ def slowest(call: measure.Function, run: measure.Run) -> tuple[float, int]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if head_start:
+            torch.cuda._sleep(head_start)
         start.record()
         call()
         end.record()
@@ -120,17 +132,22 @@ def rows_of(run: measure.Run, tokens: int, name: str, rank: int) -> Iterator[mea
     shape = (batch, heads, tokens, dim)
     whole = [torch.randn(shape, device=run.device, dtype=dtype) for _ in "qkv"]
     of_one: dict[str, float] = {}
+    wanted = ways(LIMITS[name], rank, ranks)[ONE].attention(*whole)
     for implementation, way in ways(LIMITS[name], rank, ranks).items():
         parts = [way.part(each) for each in whole]
         row: measure.Row = {"gpus": ranks, "tokens": tokens, "limits": name}
         row["implementation"] = implementation
         try:
             with way.context(parts):
+                difference = (way.attention(*parts) - way.part_of_output(wanted)).abs().max()
                 for direction, call in passes(way.attention, parts).items():
-                    milliseconds, peak = slowest(call, run)
-                    share = of_one.setdefault(direction, milliseconds) / ranks / milliseconds
-                    figures = {"milliseconds": f"{milliseconds:.3f}", "efficiency": f"{share:.3f}"}
-                    yield {**row, "pass": direction, **figures, "extra_bytes": peak}
+                    figures: measure.Row = {"pass": direction, "error": f"{difference.item():.1e}"}
+                    for prefix, head_start in (("", 0), ("queued_", HEAD_START)):
+                        milliseconds, peak = slowest(call, run, head_start)
+                        of_whole = of_one.setdefault(prefix + direction, milliseconds)
+                        figures[f"{prefix}milliseconds"] = f"{milliseconds:.3f}"
+                        figures[f"{prefix}efficiency"] = f"{of_whole / ranks / milliseconds:.3f}"
+                    yield row | figures | {"extra_bytes": peak}
         except (RuntimeError, ValueError) as error:  # of torch, which is experimental
             yield row | {"note": str(error).splitlines()[0]}
 

@@ -750,10 +750,13 @@ def call_attention(given, sizes, dtype, dim, bias, bias_dtype, deterministic):
 def attend(
     query, key, value, d_output=None, d_lse=None, sums_bias=True, deterministic=False, **options
 ):
-    """Forward and, if there is a gradient of the output, backward."""
+    """Forward, merged with itself, and, if there is a gradient of the output, backward."""
     tensors = {"query": query, "key": key, "value": value, "scale": 0.3}
     forward = plain(of_attention.ForwardArguments, **tensors, **options)
     output, statistics = OPS.attention_forward(*forward)
+    for dtype in (output.dtype, torch.float32):
+        merged = output.to(dtype, copy=True), statistics.clone()
+        OPS.attention_merge(*merged, output, statistics)
     if d_output is not None:
         backward = {"d_output": d_output, "d_lse": d_lse, "output": output}
         backward |= {"statistics": statistics, "deterministic": deterministic}

@@ -100,6 +100,46 @@ def test_opcheck_of_attention_in_blocks(case, device):
     torch.library.opcheck(in_blocks, tuple(arguments))
 
 
+@pytest.mark.parametrize("value_dim", [8, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_merge_of_attention(value_dim, dtype, is_exact, device):
+    """Of every second query, which sees both parts of the keys, one of them or none."""
+    draw = partial(torch.randn, device=device, dtype=torch.float64)
+    torch.manual_seed(0)
+    query, key, value = 40 * draw(2, 3, 9, 8), draw(2, 3, 12, 8), draw(2, 3, 12, value_dim)
+    mask = torch.zeros(9, 12, dtype=torch.bool, device=device)
+    mask[0] = mask[2, :7] = mask[4, 7:] = True
+
+    def over(keys):
+        """Output and statistics of some keys, in float64."""
+        scores = (query @ key[:, :, keys].mT).masked_fill(mask[:, keys], -INF)
+        largest = scores.amax(-1).masked_fill(mask[:, keys].all(-1), 0)
+        weights = (scores - largest.unsqueeze(-1)).exp()
+        total = weights.sum(-1)
+        output = (weights @ value[:, :, keys]) / total.clamp(min=1e-300).unsqueeze(-1)
+        return output, torch.stack((largest, total.log(), largest + total.log()))
+
+    (output, statistics), others, wanted = (
+        over(keys) for keys in (slice(7), slice(7, None), slice(None))
+    )
+    output, statistics = output.float() if is_exact else output.to(dtype), statistics.float()
+    before = output.clone(), statistics.clone()
+    torch.ops.megasoftmax.attention_merge(
+        output[:, :, ::2],
+        statistics[..., ::2],
+        others[0].to(dtype)[:, :, ::2],
+        others[1].float()[..., ::2],
+    )
+    assert torch.equal(output[:, :, 1::2], before[0][:, :, 1::2])
+    assert torch.equal(statistics[..., 1::2], before[1][..., 1::2])
+    error = 1e-5 if dtype == torch.float32 else 0.02
+    tolerance = {"rtol": error, "atol": error}
+    torch.testing.assert_close(output[:, :, ::2].double(), wanted[0][:, :, ::2], **tolerance)
+    found = statistics[..., ::2].double()
+    torch.testing.assert_close(found, wanted[1][..., ::2], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("softcap", [{}, {"softcap": 0.5}, {"softcap": 0.5, "dropout": 0.0}])
 @pytest.mark.parametrize("has_all", [False, True])
 def test_opcheck_of_dropout_backward(has_all, softcap, device):

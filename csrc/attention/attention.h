@@ -17,6 +17,17 @@ cudaError_t attention_block_mask(const AttentionParams& params, int batches, int
 cudaError_t attention_align_rows(const Strided& rows, int64_t batches, int64_t heads,
                                  int64_t queries, int columns, void* aligned, cudaStream_t stream);
 
+// Output and statistics of queries over some keys, [batches, heads, queries, columns] and without
+// columns, and those over others. The column stride of statistics leads from one to the next.
+struct MergeParams {
+  Strided output, statistics, other_output, other_statistics;
+  Divider queries, heads;
+  int64_t rows = 0;
+  int columns = 0;
+};
+// Output and statistics become those over the keys of both. The output may be float32.
+cudaError_t attention_merge(const MergeParams& params, cudaStream_t stream);
+
 // A launch is planned once. The plan tells the workspace, which the caller gives by
 // `launch.set_workspace`, and whether a block mask of ranges is read. The layout of
 // params.block_mask is set before, and its words may be set later.

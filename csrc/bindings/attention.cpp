@@ -1,5 +1,5 @@
-// megasoftmax::attention_forward, attention_backward and tile_note for CUDA tensors. Schemas are
-// defined in megasoftmax/ops/attention.py.
+// megasoftmax::attention_forward, attention_backward, attention_merge and tile_note for CUDA
+// tensors. Schemas are defined in megasoftmax/ops/attention.py.
 
 #include "../attention/attention.h"
 
@@ -489,11 +489,48 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
           std::move(sink_rows)};
 }
 
+// Statistics [3, batches, heads, queries] of rows.
+Strided statistics_of(const Tensor& statistics, const Tensor& rows) {
+  check(statistics.scalar_type() == ScalarType::Float && statistics.dim() == 4 &&
+            statistics.size(0) == 3,
+        "statistics must be float32, [3, batches, heads, queries]");
+  for (int64_t i = 0; i < 3; ++i)
+    check(statistics.size(i + 1) == rows.size(i), "statistics and output must have the same rows");
+  return {statistics.data_ptr(), DType::kFloat32,      statistics.stride(1),
+          statistics.stride(2),  statistics.stride(3), statistics.stride(0)};
+}
+
+void merge(Tensor output, Tensor statistics, Tensor other_output, Tensor other_statistics) {
+  const torch::stable::accelerator::DeviceGuard guard(output.get_device_index());
+  for (const Tensor* each : {&statistics, &other_output, &other_statistics})
+    check(each->is_cuda() && each->get_device_index() == output.get_device_index(),
+          "all tensors must be on the device of the output");
+  check(output.dim() == 4 && other_output.dim() == 4, "outputs must have 4 dimensions");
+  for (int64_t i = 0; i < 4; ++i)
+    check(output.size(i) == other_output.size(i), "outputs must have the same shape");
+  check(output.size(3) <= 1 || (output.stride(3) == 1 && other_output.stride(3) == 1),
+        "columns of outputs must be dense");
+  check(output.scalar_type() == other_output.scalar_type() ||
+            output.scalar_type() == ScalarType::Float,
+        "output must have the type of the other output, or float32");
+  MergeParams params;
+  params.output = rows_of(output);
+  params.other_output = rows_of(other_output);
+  params.statistics = statistics_of(statistics, output);
+  params.other_statistics = statistics_of(other_statistics, output);
+  params.heads = Divider(output.size(1));
+  params.queries = Divider(output.size(2));
+  params.rows = output.size(0) * output.size(1) * output.size(2);
+  params.columns = static_cast<int>(output.size(3));
+  check_cuda(attention_merge(params, current_stream(output)), "attention_merge");
+}
+
 }  // namespace
 
 void register_attention(Library& library) {
   implement(library, "attention_forward", TORCH_BOX(&forward));
   implement(library, "attention_backward", TORCH_BOX(&backward));
+  library.impl("attention_merge", TORCH_BOX(&merge));
   library.impl("tile_note", TORCH_BOX(&tile_note));
 }
 

@@ -1,28 +1,28 @@
 """Attention over a sequence that is split: each rank of a process group has one part, or two.
 
 Queries stay where they are; keys and values go round in a ring, from each rank to the next. What
-the queries of one part make of the keys of another, a block, is an output and a log-sum-exp; these
-are merged one after the other. The backward pass sends keys and values round once more, and their
-gradients after them, to which every rank adds its share. There a rank takes its own keys last,
-while the gradients of its keys are on their way home. Beside its own, a rank has the keys of two
-ranks at a time.
+the queries of one part make of the keys of another, a block, is an output and statistics; these are
+merged one after the other. The backward pass takes the merged ones for each block, sends keys and
+values round once more, and their gradients after them, to which every rank adds its share. Beside
+its own, a rank has the keys of two ranks at a time.
 
-With w = exp(lse of the block - lse) a block's own weights P are w times too large, and what its
-backward pass takes, sum(dO O) - h for gradients dO and h of output and log-sum-exp, is linear in
-these. So a block is given w dO, w h and the merged output, and returns its share of the gradients.
+Where there is much to compute, the heads of keys are cut into pieces, which go round one after the
+other: a rank then holds less at a time. It takes its own keys of a piece first, while others come.
+Backward it takes those of the last of several pieces last, while gradients of its keys come home.
 
 In zigzag order a rank has an early part a and a late part b of the sequence. Where nothing but
 causality tells which pairs see each other, each rank is one block with each other rank: causal with
 itself; all queries with part a of an earlier rank; the queries of b with all keys of a later one.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasoftmax import reference
+from megasoftmax import ops, reference
 from megasoftmax.autograd.function import Implementation, is_in_forward_mode
 from megasoftmax.autograd.softmax import gradients_beside, wanted_beside
 from megasoftmax.distributed.zigzag import parts_of_rank
@@ -30,6 +30,12 @@ from megasoftmax.reference.attention import ForwardArguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
+
+
+MOST_PIECES = 8
+# The fewest operations of a block of a piece: a millisecond of a GPU. Below, the host decides.
+FEWEST_OPERATIONS = 6e11
+FEW_KEYS = 64  # of a block whose kernel may read no output
 
 
 class _Part(NamedTuple):
@@ -161,14 +167,6 @@ class _Block(NamedTuple):
         )
 
 
-def _with_results(given: ForwardArguments, output: Tensor, statistics: Tensor) -> tuple[Any, ...]:
-    """The arguments of `attention_backward` from the query on, but for what is asked for.
-
-    A function, so that its caller holds no keys of one rank while those of the next arrive.
-    """
-    return *given[:3], output, statistics, *given[3:]
-
-
 def _joins_parts(ring: Ring, given: ForwardArguments) -> bool:
     """Whether the two parts of a rank in zigzag order are computed as one."""
     of_pairs = given.bias, given.mask, given.first, given.end
@@ -234,6 +232,73 @@ def _block(ring: Ring, of_queries: _Part, of_keys: _Part, given: ForwardArgument
     )
 
 
+def _of_all(found: tuple[Tensor, Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for output and statistics of all heads, from those of some."""
+    output, statistics = found
+    batches, heads, queries, _ = query.shape
+    return (
+        output.new_empty((batches, queries, heads, output.shape[-1])).transpose(1, 2),
+        statistics.new_empty((3, batches, heads, queries)),
+    )
+
+
+_TENSORS = reference.softmax.tensors_of(reference.attention.attention_forward)
+
+
+def _pieces(ring: Ring, given: ForwardArguments) -> list[slice]:
+    """The heads of keys that go round together; the same on all ranks.
+
+    With dropout all do: what is dropped depends on the number of a head.
+    """
+    batches, heads, _, dim = given.query.shape
+    key_heads, ranks = given.key.shape[1], len(ring.lengths)
+    tokens = sum(ring.lengths) / ranks  # of a rank, which all know
+    seen = tokens
+    if min(given.window_left, given.window_right) >= 0:
+        seen = min(tokens, given.window_left + given.window_right + 1)
+    operations = 2 * tokens * seen * batches * heads * (dim + given.value.shape[-1])
+    pieces = MOST_PIECES if ranks > 1 and given.dropout == 0 else 1
+    while pieces > 1 and (key_heads % pieces or operations < pieces * FEWEST_OPERATIONS):
+        pieces -= 1
+    size = key_heads // pieces
+    return [slice(i * size, (i + 1) * size) for i in range(pieces)]
+
+
+class _Heads(NamedTuple):
+    """The heads of queries that read a piece of the heads of keys."""
+
+    of_keys: slice
+    sharing: int  # heads of queries for each
+
+    @property
+    def of_queries(self) -> slice:
+        return slice(self.of_keys.start * self.sharing, self.of_keys.stop * self.sharing)
+
+    def of(self, tensor: Tensor | None) -> Any:
+        """Of a tensor [b, h, ...] or [b, 1, ...]."""
+        is_shared = tensor is None or tensor.shape[1] == 1
+        return tensor if is_shared else tensor[:, self.of_queries]
+
+    def of_arguments(self, given: ForwardArguments) -> ForwardArguments:
+        if self.of_keys == slice(0, given.key.shape[1]):
+            return given
+        sink = given.sink
+        if sink is not None and sink.numel() != 1:
+            sink = sink[self.of_queries]
+        return given._replace(
+            sink=sink,
+            query=given.query[:, self.of_queries],
+            key=given.key[:, self.of_keys],
+            value=given.value[:, self.of_keys],
+            **{name: self.of(getattr(given, name)) for name in ("bias", "mask", "first", "end")},
+        )
+
+
+def _all_heads(ring: Ring, given: ForwardArguments) -> list[_Heads]:
+    sharing = given.query.shape[1] // max(given.key.shape[1], 1)
+    return [_Heads(piece, sharing) for piece in _pieces(ring, given)]
+
+
 _TENSORS = reference.softmax.tensors_of(reference.attention.attention_forward)
 
 
@@ -242,24 +307,28 @@ class _RingFunction(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *operands, implementation, ring = args
         given = ForwardArguments(*operands)
-        query = given.query
-        compute = reference.softmax.accumulation_dtype(query.dtype)
-        merged = _Merged(query, given.value.shape[-1], compute)
-        statistics = []  # of the blocks
-        for owner, held in _round(ring, given.key, given.value):
+        compute = reference.softmax.accumulation_dtype(given.query.dtype)
+        every = _all_heads(ring, given)
+        parts = [heads.of_arguments(given) for heads in every]
+        last = (ring.rank + 1) % len(ring.lengths)
+        for piece, owner, held in _tour(ring, parts):
+            part, heads = parts[piece], every[piece].of_queries
+            if owner == ring.rank:
+                merged = _Merged(part, compute, implementation)
             for block in _blocks(ring, owner, given):
                 rows, _ = block.of_tokens
-                of_block, found = implementation.forward(*block.of_operands(given, held))
-                statistics.append(found)
-                merged.add(rows, of_block, found[2])
-        output, lse = merged.with_logit(
-            reference.softmax.logit_beside(given, compute, query.device)
-        )
+                merged.add(rows, *implementation.forward(*block.of_operands(part, held)))
+            if owner == last:
+                found = merged.finish()
+                if piece == 0:
+                    output, statistics = found if len(parts) == 1 else _of_all(found, given.query)
+                if len(parts) > 1:
+                    output[:, heads], statistics[:, :, heads] = found
         ctx.set_materialize_grads(False)
         tensors = {name: getattr(given, name) for name in _TENSORS}
-        ctx.save_for_backward(*tensors.values(), output, lse, *statistics)
+        ctx.save_for_backward(*tensors.values(), output, statistics)
         ctx.given = given._replace(**dict.fromkeys(tensors)), implementation, ring
-        return output, lse
+        return output, statistics[2]
 
     @staticmethod
     def backward(
@@ -270,67 +339,139 @@ class _RingFunction(torch.autograd.Function):
                 "ring_attention: expected to be differentiated once, got create_graph=True"
             )
         given, implementation, ring = ctx.given
-        tensors = ctx.saved_tensors[: len(_TENSORS)]
-        output, lse, *statistics = ctx.saved_tensors[len(_TENSORS) :]
+        *tensors, output, statistics = ctx.saved_tensors
         given = given._replace(**dict(zip(_TENSORS, tensors, strict=True)))
         needs = ForwardArguments(*ctx.needs_input_grad[: len(given)])
         wants_bias, wants_rows = wanted = wanted_beside(given, needs)
-        query, key, value, compute = given.query, given.key, given.value, lse.dtype
+        compute = statistics.dtype
         if d_output is None:
             d_output = output.new_zeros(()).expand(output.shape)
-        d_query = _Shares(query, compute)
         d_bias = torch.zeros_like(given.bias, dtype=compute) if wants_bias else None
-        found = iter(statistics)
+        every = _all_heads(ring, given)
+        parts = [heads.of_arguments(given) for heads in every]
+        gradients = [_Gradient(each, compute, len(parts)) for each in given[:3]]
+        d_query = [gradients[0].shares(heads.of_queries) for heads in every]
+        own = [[each.shares(heads.of_keys) for each in gradients[1:]] for heads in every]
 
-        def shares_of(owner: int, held: list[Tensor]) -> list[_Shares]:
-            """Of the gradients of the keys and values of a rank; others are added up."""
-            of_keys = [_Shares(each, compute) for each in held]
-            for block, of_block in zip(_blocks(ring, owner, given), of_rank[owner], strict=True):
+        def add_shares(piece: int, owner: int, held: list[Tensor], of_keys: list[_Shares]) -> None:
+            """Of the gradients of the keys and values of a rank, and of what is of this rank."""
+            heads, part = every[piece], parts[piece]
+            for block in _blocks(ring, owner, given):
                 rows, columns = block.of_tokens
-                weights = torch.exp(of_block[2] - lse[:, :, rows])
-                weights = weights.masked_fill(of_block[2] == -torch.inf, 0)
-                d_output_of_rows = d_output[:, :, rows]
-                weighted = torch.empty_like(d_output_of_rows, dtype=query.dtype)  # rounded once
-                torch.mul(weights.unsqueeze(-1), d_output_of_rows, out=weighted)
-                shares = implementation.backward(
-                    weighted,
-                    None if d_lse is None else weights * d_lse[:, :, rows],
-                    *_with_results(block.of_operands(given, held), output[:, :, rows], of_block),
+                place = (..., heads.of_queries, rows)
+                of_rows = (*place, slice(None))
+                shares = _backward_of_block(
+                    implementation,
+                    d_output[of_rows],
+                    None if d_lse is None else d_lse[place].contiguous(),
+                    block.of_operands(part, held),
+                    output[of_rows],
+                    statistics[place].contiguous(),
                     wants_bias,
-                    False,
-                    torch.are_deterministic_algorithms_enabled(),
                 )
-                d_query.add(rows, shares[0])
+                d_query[piece].add(rows, shares[0])
                 if d_bias is not None:
-                    block.of_pairs(d_bias, given.relative).add_(shares[3])
+                    of_pairs = block.of_pairs(heads.of(d_bias), given.relative)
+                    of_pairs.add_(shares[3])
                 for each, share in zip(of_keys, shares[1:3], strict=True):
                     each.add(columns, share)
-            return of_keys
 
-        of_rank = {
-            owner: [next(found) for _ in _blocks(ring, owner, given)] for owner in _owners(ring)
-        }
-        # A share that is alone so far goes to the next rank as it is.
         ranks, has_one_block = len(ring.lengths), not ring.zigzag or _joins_parts(ring, given)
-        coming = None
-        for owner, held in _round(ring, key, value, own_last=True):
-            sums = shares_of(owner, held)
+        coming: _Exchange | None = None
+
+        def finish(piece: int) -> None:
+            if coming is not None:
+                _add_to(own[piece], coming.wait())
+            for each in (d_query[piece], *own[piece]):
+                each.finish()
+
+        before = 0
+        for piece, owner, held in _tour(ring, parts, own_last=len(parts) > 1):
+            if owner == ring.rank:
+                add_shares(piece, owner, held, own[piece])
+                continue
+            if piece != before:
+                finish(before)
+                coming, before = None, piece
+            sums = [_Shares(each, compute) for each in held]
+            add_shares(piece, owner, held, sums)
             if coming is not None:
                 _add_to(sums, coming.wait())
-            if owner != ring.rank:
-                is_rounded = has_one_block and owner == (ring.rank - 1) % ranks
-                coming = _Exchange(ring, _contents(sums, is_rounded), owner)
-        d_key, d_value = (each.rounded() for each in sums)
+            # A share that is alone so far goes to the next rank as it is.
+            is_rounded = has_one_block and owner == (ring.rank - 1) % ranks
+            contents = _contents(sums, is_rounded)
+            coming = _Exchange(ring, contents, owner, len(parts) == 1)
+            del contents
+        finish(before)
         d_rows = None
         if wants_rows:
             d = (d_output.to(compute) * output.to(compute)).sum(-1)
             d = d if d_lse is None else d - d_lse
-            d_rows = reference.softmax.gradient_beside(given, lse, d)
+            d_rows = reference.softmax.gradient_beside(given, statistics[2], d)
         if d_bias is not None:
             d_bias = d_bias.to(given.bias.dtype)
         beside = gradients_beside(given, wanted, d_bias, d_rows)
-        gradients = ForwardArguments(query=d_query.rounded(), key=d_key, value=d_value, **beside)
-        return *gradients, None, None
+        names = ("query", "key", "value")
+        of_tokens = {name: each.whole for name, each in zip(names, gradients, strict=True)}
+        return *ForwardArguments(**of_tokens, **beside), None, None
+
+
+def _backward_of_block(
+    implementation: Implementation,
+    d_output: Tensor,
+    d_lse: Tensor | None,
+    given: ForwardArguments,
+    output: Tensor,
+    statistics: Tensor,
+    wants_bias: bool,
+) -> tuple[Tensor, ...]:
+    """What `attention_backward` returns for a block, from output and statistics of all keys.
+
+    Most kernels read these alone, and compute the block's part of all weights. What else they take
+    from a row holds for whole rows: a block of few keys has no output read, and the gradient of a
+    bias with an entry for each query is that of the log-sum-exp. Such a block, and any in plain
+    torch, is computed anew, and gets the gradients of its own output and log-sum-exp: w dO and
+    w (h + sum(dO (O of the block - O))), with w = exp(lse of the block - lse).
+    """
+    query, keys, bias = given.query, given.key.shape[2], given.bias
+    has_kernels = query.is_cuda and implementation is ops.attention.IMPLEMENTATION
+    is_of_queries = bias is not None and bias.shape[-1] == 1
+    if not has_kernels or keys <= FEW_KEYS or (wants_bias and is_of_queries):
+        of_block, found = implementation.forward(*given)
+        nothing = found[2] == -torch.inf
+        weights = torch.exp(found[2] - statistics[2]).masked_fill(nothing, 0)
+        exact = d_output.to(weights.dtype)
+        of_lse = (exact * (of_block.to(exact.dtype) - output.to(exact.dtype))).sum(-1)
+        d_lse = weights * (of_lse if d_lse is None else d_lse + of_lse)
+        d_lse.masked_fill_(nothing, 0)
+        d_output = (weights.unsqueeze(-1) * exact).to(query.dtype)
+        output, statistics = of_block, found
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    gradients: tuple[Tensor, ...] = implementation.backward(
+        *(d_output, d_lse, *given[:3], output, statistics, *given[3:]),
+        *(wants_bias, False, is_deterministic),
+    )
+    return gradients
+
+
+class _Gradient:
+    """The gradient of a tensor, which pieces of heads make."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, pieces: int) -> None:
+        self._like, self._dtype = like, dtype
+        self._whole = torch.empty_like(like) if pieces > 1 else None
+        self._shares: list[_Shares] = []
+
+    def shares(self, heads: slice) -> "_Shares":
+        """What adds up the gradient of some heads."""
+        into = None if self._whole is None else self._whole[:, heads]
+        self._shares.append(_Shares(self._like[:, heads], self._dtype, into))
+        return self._shares[-1]
+
+    @property
+    def whole(self) -> Tensor:
+        """Once all have finished."""
+        return self._shares[0].rounded() if self._whole is None else self._whole
 
 
 class _Shares:
@@ -339,17 +480,21 @@ class _Shares:
     Args:
         like: the tensor whose gradient it is.
         dtype: of sums; that of shares is the tensor's. Two shares are added without such a sum.
+        into: where `finish` leaves it; by default nowhere else.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self._like, self._dtype = like, dtype
+    def __init__(self, like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> None:
+        self._like, self._dtype, self._into = like, dtype, into
         self._sum: Tensor | None = None
         self._second: tuple[slice, Tensor] | None = None  # not added yet
 
     def add(self, rows: slice, share: Tensor) -> None:
-        if self._sum is None and share.shape == self._like.shape:
-            self._sum = share
-        elif self._sum is not None and self._second is None and self._sum.dtype != self._dtype:
+        if self._sum is None:
+            is_whole = share.shape == self._like.shape
+            self._sum = share if is_whole else torch.zeros_like(self._like)
+            if not is_whole:
+                self._sum[:, :, rows] = share
+        elif self._second is None and self._sum.dtype != self._dtype:
             self._second = rows, share
         else:
             self.exact()[:, :, rows] += share
@@ -357,7 +502,7 @@ class _Shares:
     def exact(self) -> Tensor:
         """In the type of sums."""
         if self._sum is None:
-            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
+            self._sum = torch.zeros_like(self._like)
         self._sum = self._sum.to(self._dtype)
         if self._second is not None:
             rows, share = self._second
@@ -367,14 +512,19 @@ class _Shares:
 
     def rounded(self) -> Tensor:
         """In the type of the tensor."""
+        if self._sum is None:
+            return torch.zeros_like(self._like)
         if self._second is not None:
-            assert self._sum is not None
             rows, share = self._second
             self._sum[:, :, rows] += share  # computed in float32
             self._second = None
-        if self._sum is None:
-            return torch.zeros_like(self._like)
         return self._sum.to(self._like.dtype)
+
+    def finish(self) -> None:
+        """Nothing is added any more."""
+        if self._into is not None:
+            self._into.copy_(self.rounded())
+            self._sum = None
 
 
 # Functions, so that no name of a loop keeps a tensor of an earlier rank.
@@ -384,75 +534,75 @@ def _add_to(sums: list[_Shares], others: list[Tensor]) -> None:
 
 
 def _contents(sums: list[_Shares], is_rounded: bool) -> list[Tensor]:
-    return [(each.rounded() if is_rounded else each.exact()).contiguous() for each in sums]
+    return [each.rounded() if is_rounded else each.exact() for each in sums]
 
 
 class _Merged:
-    """Output and log-sum-exp of the blocks so far.
+    """Output and statistics of the blocks so far, of the heads of a piece.
 
     Changed in place: `merge_attention`, which is differentiable, makes a dozen tensors of the size
     of the output. Two blocks, all that two ranks have, are merged without a sum in another type.
     """
 
-    def __init__(self, query: Tensor, value_dim: int, dtype: torch.dtype) -> None:
-        batches, heads, queries, _ = query.shape
-        self._query, self._shape = query, (batches, queries, heads, value_dim)
-        self._dtype = dtype  # of sums
+    def __init__(
+        self, given: ForwardArguments, dtype: torch.dtype, implementation: Implementation
+    ) -> None:
+        self._given, self._dtype = given, dtype  # of sums
+        has_kernels = implementation is ops.attention.IMPLEMENTATION
+        self._merge_into = ops.attention.merge if has_kernels else reference.attention.merge
         self._output: Tensor | None = None  # a sum, or what the first block of all queries has
-        self._lse: Tensor | None = None
+        self._statistics: Tensor | None = None
         self._second: tuple[slice, Tensor, Tensor] | None = None  # not merged yet
 
-    def add(self, rows: slice, output: Tensor, lse: Tensor) -> None:
+    def add(self, rows: slice, output: Tensor, statistics: Tensor) -> None:
         """What attention of these queries over other keys returned."""
-        if self._output is None and lse.shape == self._query.shape[:-1]:
-            self._output, self._lse = output, lse.clone()  # it is kept for the backward pass
+        if self._output is None and output.shape[2] == self._given.query.shape[2]:
+            self._output, self._statistics = output, statistics
         elif self._second is None and self._output is not None and not self._has_sum():
-            self._second = rows, output, lse
+            self._second = rows, output, statistics
         else:
             self._to_sum()
-            self._merge(rows, output, lse)
+            self._merge(rows, output, statistics)
 
-    def with_logit(self, logit: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of all blocks, and of a logit that joins the denominator; the output as the query."""
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Of all blocks, and of a sink; the output in the type of the query."""
+        query = self._given.query
+        logit = reference.softmax.logit_beside(self._given, self._dtype, query.device)
         if self._output is None or logit is not None:
             self._to_sum()
         if self._second is not None:
             self._merge(*self._second)
         assert self._output is not None
-        assert self._lse is not None
+        assert self._statistics is not None
         if logit is not None:
-            self._lse, kept, _ = _weights(self._lse, logit.expand(self._lse.shape))
-            self._output.mul_(kept)
-        return self._output.to(self._query.dtype), self._lse
+            largest, log_sum, _ = self._statistics
+            total = torch.logaddexp(log_sum, logit - largest)
+            base = total.masked_fill(total == -torch.inf, 0)
+            self._output.mul_(torch.exp(log_sum - base).unsqueeze(-1))
+            self._statistics = torch.stack((largest, total, largest + total))
+        return self._output.to(query.dtype), self._statistics
 
     def _has_sum(self) -> bool:
         return self._output is not None and self._output.dtype == self._dtype
 
     def _to_sum(self) -> None:
         if self._output is None:
-            output = self._query.new_zeros(self._shape, dtype=self._dtype)
-            self._output = output.transpose(1, 2)
-            self._lse = output.new_full(self._query.shape[:-1], -torch.inf)
+            batches, heads, queries, _ = self._given.query.shape
+            shape = batches, queries, heads, self._given.value.shape[-1]
+            output = self._given.query.new_zeros(shape, dtype=self._dtype).transpose(1, 2)
+            self._output = output
+            self._statistics = output.new_full((3, *output.shape[:-1]), -torch.inf)
+            self._statistics[0] = 0
         self._output = self._output.to(self._dtype)
         if self._second is not None:
             self._merge(*self._second)
             self._second = None
 
-    def _merge(self, rows: slice, output: Tensor, lse: Tensor) -> None:
+    def _merge(self, rows: slice, output: Tensor, statistics: Tensor) -> None:
         assert self._output is not None
-        assert self._lse is not None
-        total, kept, share = _weights(self._lse[:, :, rows], lse)
-        self._lse[:, :, rows] = total
-        merged = self._output[:, :, rows]
-        torch.addcmul(merged * kept, output, share, out=merged)
-
-
-def _weights(lse: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-sum-exp of both, and what the output of each counts: 0 where both are -inf."""
-    total = torch.logaddexp(lse, other)
-    base = total.masked_fill(total == -torch.inf, 0)
-    kept, share = (torch.exp(each - base).unsqueeze(-1) for each in (lse, other))
-    return total, kept, share
+        assert self._statistics is not None
+        into = self._output[:, :, rows], self._statistics[..., rows]
+        self._merge_into(*into, output, statistics)
 
 
 def _owners(ring: Ring) -> Iterator[int]:
@@ -461,27 +611,39 @@ def _owners(ring: Ring) -> Iterator[int]:
     return ((ring.rank - step) % ranks for step in range(ranks))
 
 
-def _round(
-    ring: Ring, key: Tensor, value: Tensor, *, own_last: bool = False
-) -> Iterator[tuple[int, list[Tensor]]]:
-    """The keys and values of each rank, its own first or last; the next are on their way meanwhile.
+def _tour(
+    ring: Ring, parts: list[ForwardArguments], *, own_last: bool = False
+) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """The keys and values of each rank, piece after piece; the next are on their way meanwhile.
 
-    It is one list that changes: who names what is in it keeps that of a third rank.
+    Args:
+        parts: the arguments of each piece.
+        own_last: its own keys of the last piece come last; all others come first in their piece.
+
+    Yields:
+        The number of the piece, the rank, and keys and values. The latter are one list for all
+        other ranks, which changes: who names what is in it keeps that of a third rank.
     """
     own, *others = _owners(ring)
-    held = [key.contiguous(), value.contiguous()]
-    coming = _Exchange(ring, [*held], own) if others else None
-    if own_last:
-        kept = [*held]
-    else:
-        yield own, held
-    for i, owner in enumerate(others):
-        assert coming is not None
-        held[:] = coming.wait()
-        coming = _Exchange(ring, [*held], owner) if i + 1 < len(others) else None
-        yield owner, held
-    if own_last:
-        yield own, kept
+    pieces = [[part.key, part.value] for part in parts]
+    to_come = [(piece, owner) for piece in range(len(pieces)) for owner in others]
+    coming = _Exchange(ring, pieces[0], own, len(pieces) == 1) if others else None
+    held: list[Tensor] = []
+    for piece, of_piece in enumerate(pieces):
+        is_last = own_last and piece + 1 == len(pieces)
+        if not is_last:
+            yield piece, own, of_piece
+        for owner in others:
+            assert coming is not None
+            held[:] = coming.wait()
+            coming = None
+            to_come.pop(0)
+            if to_come:
+                of_next = ([*held], owner) if to_come[0][0] == piece else (pieces[piece + 1], own)
+                coming = _Exchange(ring, *of_next, len(pieces) == 1)
+            yield piece, owner, held
+        if is_last:
+            yield piece, own, of_piece
 
 
 class _Exchange:
@@ -491,17 +653,29 @@ class _Exchange:
     receives.
 
     Args:
-        sent: contiguous; not to be changed before `wait` returns.
+        sent: of one dtype; not to be changed before `wait` returns.
         owner: the rank of whose keys they are.
+        as_one: whether they are copied to one, which takes the host half of the time.
     """
 
-    def __init__(self, ring: Ring, sent: list[Tensor], owner: int) -> None:
+    def __init__(self, ring: Ring, sent: list[Tensor], owner: int, as_one: bool) -> None:
         ranks, rank = len(ring.lengths), ring.rank
         length = ring.lengths[(owner - 1) % ranks]
-        self.received = [each.new_empty((*each.shape[:2], length, each.shape[3])) for each in sent]
+        shapes = [(*each.shape[:2], length, each.shape[3]) for each in sent]
+        if as_one:
+            sizes = [math.prod(shape) for shape in shapes]
+            rooms = [sent[0].new_empty(sum(sizes))]
+            sent = [torch.cat([each.reshape(-1) for each in sent])]
+            parts: Sequence[Tensor] = rooms[0].split(sizes)
+        else:
+            parts = rooms = [
+                each.new_empty(shape) for each, shape in zip(sent, shapes, strict=True)
+            ]
+            sent = [each.contiguous() for each in sent]
+        self.received = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self._sent = sent  # kept until it has been sent
         self._works: list[Work] = []
-        for each, coming in zip(sent, self.received, strict=True):
+        for each, coming in zip(sent, rooms, strict=True):
             to, by = [0] * ranks, [0] * ranks
             to[(rank + 1) % ranks], by[(rank - 1) % ranks] = each.numel(), coming.numel()
             flat = coming.view(-1), each.view(-1)

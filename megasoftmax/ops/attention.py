@@ -36,6 +36,7 @@ from megasoftmax.reference.attention import (
     attention_backward,
     attention_forward,
 )
+from megasoftmax.reference.attention import merge as merge_in_torch
 from megasoftmax.reference.softmax import accumulation_dtype
 
 
@@ -179,3 +180,11 @@ def _fake_tile_note(mask: Tensor, block: int, queries: int, keys: int) -> Tensor
 tile_note = define("tile_note(Tensor mask, int block, int queries, int keys) -> Tensor")
 implement(tile_note, _tile_note)
 fake(tile_note, _fake_tile_note)
+
+# Changes an output and statistics to those over the keys of two parts.
+merge = define(
+    "attention_merge(Tensor(a!) output, Tensor(b!) statistics, Tensor other_output, "
+    "Tensor other_statistics) -> ()"
+)
+implement(merge, merge_in_torch)
+fake(merge, lambda *args: None)

@@ -238,6 +238,33 @@ def attention_backward(
     return (d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_sink)
 
 
+def merge(
+    output: Tensor, statistics: Tensor, other_output: Tensor, other_statistics: Tensor
+) -> None:
+    """Replaces output and statistics by those over the keys of both; nothing is differentiated.
+
+    Args:
+        output: [b, h, m, dv], in the dtype of the other output or that of the statistics.
+        statistics: [3, b, h, m], as `attention_forward` returns them.
+        other_output, other_statistics: of the same queries and other keys. Rows without a visible
+            key have output 0.
+    """
+    largest, log_sum, _ = statistics
+    other_largest, other_log_sum, _ = other_statistics
+    is_empty, other_is_empty = log_sum == -torch.inf, other_log_sum == -torch.inf
+    of_both = torch.maximum(largest, other_largest)
+    of_both = torch.where(is_empty, other_largest, torch.where(other_is_empty, largest, of_both))
+    log_sum, other_log_sum = (
+        log_sum + (largest - of_both).masked_fill(is_empty, 0),
+        other_log_sum + (other_largest - of_both).masked_fill(other_is_empty, 0),
+    )
+    total = torch.logaddexp(log_sum, other_log_sum)
+    base = total.masked_fill(total == -torch.inf, 0)
+    kept, share = (torch.exp(each - base).unsqueeze(-1) for each in (log_sum, other_log_sum))
+    torch.addcmul(output * kept, other_output, share, out=output)
+    statistics.copy_(torch.stack((of_both, total, of_both + total)))
+
+
 def _full_precision(device_type: str) -> AbstractContextManager[Any]:
     """Without autocast, which would round what matrix products take."""
     # Not torch.amp.is_autocast_available, which torch 2.11 cannot trace.
