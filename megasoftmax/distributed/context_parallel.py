@@ -282,11 +282,7 @@ class _Heads(NamedTuple):
     def of_arguments(self, given: ForwardArguments) -> ForwardArguments:
         if self.of_keys == slice(0, given.key.shape[1]):
             return given
-        sink = given.sink
-        if sink is not None and sink.numel() != 1:
-            sink = sink[self.of_queries]
-        return given._replace(
-            sink=sink,
+        return reference.softmax.of_heads(given, self.of_queries)._replace(
             query=given.query[:, self.of_queries],
             key=given.key[:, self.of_keys],
             value=given.value[:, self.of_keys],
@@ -565,7 +561,7 @@ class _Merged:
             self._merge(rows, output, statistics)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Of all blocks, and of a sink; the output in the type of the query."""
+        """Of all blocks, and of what joins them; the output in the type of the query."""
         query = self._given.query
         logit = reference.softmax.logit_beside(self._given, self._dtype, query.device)
         if self._output is None or logit is not None:

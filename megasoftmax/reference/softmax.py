@@ -108,6 +108,12 @@ def without_sink(given: Any) -> Any:
     return given._replace(sink=None, sink_value=-torch.inf)
 
 
+def of_heads(given: Any, heads: slice) -> Any:
+    """Arguments with the sink of some heads."""
+    has_many = given.sink is not None and given.sink.numel() != 1
+    return given._replace(sink=given.sink[heads]) if has_many else given
+
+
 def logit_beside(given: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """The sink as a tensor that broadcasts to [..., heads, queries]; None without a sink.
 
