@@ -136,6 +136,8 @@ def cases() -> list[Case]:
     # Beside cases without a softcap, the first of Gemma 2's head dimension and heads.
     found.append(square(2, 8, 4096, 256, key_heads=4, causal=True))
     found.append(square(2, 8, 4096, 256, key_heads=4, causal=True, bias="softcap"))
+    for bias in (None, "softcap"):
+        found.append(square(2, 8, 8192, 256, key_heads=4, causal=True, window=4095, bias=bias))
     found.append(square(4, 16, 4096, 128, causal=True, bias="softcap"))
     found.append(square(4, 16, 4096, 64, causal=True, flex=False))
     found.append(square(4, 16, 4096, 64, causal=True, bias="softcap", flex=False))

@@ -17,6 +17,7 @@ import measure
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2ForCausalLM,
     GPT2LMHeadModel,
     GptOssForCausalLM,
     LlamaForCausalLM,
@@ -143,6 +144,13 @@ def cases() -> list[Case]:
         sizes={**sizes, "num_local_experts": 4, "num_experts_per_tok": 4, **no_tokens},
     )
 
+    sizes = {"num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216}
+    gemma = Case(
+        *("Gemma 2, 4 layers, 8192 tokens", Gemma2ForCausalLM, 4, 2304, 8, 1, 8192),
+        implementations=("eager", NAME),  # it has no "sdpa", which knows no softcap
+        sizes={**sizes, "sliding_window": 4096, **no_tokens},
+    )
+
     def dropping(case: Case, **sizes: Any) -> Case:
         name = f"{case.name}, dropout"
         return replace(case, name=name, drops=True, implementations=PEERS, sizes=sizes)
@@ -173,6 +181,7 @@ def cases() -> list[Case]:
         mistral,
         documents,
         replace(mistral, name=name, length=32768, implementations=("sdpa", NAME)),
+        gemma,
         gpt_oss,
         replace(gpt_oss, name="gpt-oss, 4 layers, 4 experts, 8192 tokens", batch=1, length=8192),
     ]
