@@ -196,7 +196,10 @@ def softmax_topk(
         and not (logits.requires_grad and torch.is_grad_enabled())
     ):
         indices = reference.topk.select_on_cpu(logits, k)
-        return logits.softmax(-1).gather(-1, indices).to(logits.dtype), indices
+        probabilities = logits.softmax(-1).gather(-1, indices)
+        if probabilities.dtype != logits.dtype:  # autocast to float32
+            probabilities = probabilities.to(logits.dtype)
+        return probabilities, indices
     softcap = as_number("softcap", softcap)
     options = TopkOptions(
         *(as_rows("scale", scale), softcap, mask, bias, score, selection_bias),

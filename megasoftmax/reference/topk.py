@@ -305,7 +305,7 @@ def select_on_cpu(values: Tensor, k: int) -> Tensor:
     """`select` of a plain tensor on a CPU, of 16 bits too, where nobody traces."""
     if values.numel() <= _MOST_SORTED:
         indices = values.sort(stable=True, dim=-1, descending=True).indices
-        return indices.narrow(-1, 0, k).contiguous()
+        return torch.narrow_copy(indices, -1, 0, k)
     if values.dtype.itemsize > 2:
         return _select_by_topk(values, k, 1)
     if values.shape[-1] <= _LONGEST_BY_KEYS:
@@ -346,7 +346,7 @@ def _select_by_topk(values: Tensor, k: int, spare: int) -> Tensor:
     pairs = min(k, candidates - 1)
     decreases = top.narrow(-1, 1, pairs) < top.narrow(-1, 0, pairs)  # False beside a NaN
     if decreases.all():
-        return indices.narrow(-1, 0, k).contiguous()
+        return torch.narrow_copy(indices, -1, 0, k)
     has_equals = ~decreases.all(-1)
     top, found = top[has_equals], indices[has_equals]
     found, order = found.sort(-1)
@@ -361,7 +361,7 @@ def _select_by_topk(values: Tensor, k: int, spare: int) -> Tensor:
             found[may_continue] = (
                 _select_by_keys(rows, k) if by_keys else _select_by_topk(rows, k, _SPARE)
             )
-    indices = indices[..., :k].contiguous()
+    indices = torch.narrow_copy(indices, -1, 0, k)
     indices[has_equals] = found
     return indices
 
