@@ -193,13 +193,9 @@ def softmax_topk(
         and isinstance(logits, Tensor)
         and dispatch.is_plain_scores(logits)
         and 0 < k <= logits.shape[-1]
-        and not (logits.requires_grad and torch.is_grad_enabled())
+        and (logits.dtype.itemsize > 2 or not (logits.requires_grad and torch.is_grad_enabled()))
     ):
-        indices = reference.topk.select_on_cpu(logits, k)
-        probabilities = logits.softmax(-1).gather(-1, indices)
-        if probabilities.dtype != logits.dtype:  # autocast to float32
-            probabilities = probabilities.to(logits.dtype)
-        return probabilities, indices
+        return autograd.torch_softmax.softmax_topk(logits, k)
     softcap = as_number("softcap", softcap)
     options = TopkOptions(
         *(as_rows("scale", scale), softcap, mask, bias, score, selection_bias),

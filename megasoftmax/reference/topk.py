@@ -614,6 +614,23 @@ ForwardArguments = arguments_of(softmax_topk_forward)
 BackwardArguments = arguments_of(softmax_topk_backward)
 SampleArguments = arguments_of(softmax_topk_sample)
 
+_WHERE_NOT_GIVEN = ForwardArguments(
+    scale=1.0,
+    softcap=0.0,
+    renormalize=False,
+    candidates=False,
+    sigmoid=False,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+)
+
+
+def without_options(logits: Tensor, k: int) -> Any:
+    """Arguments of `softmax_topk_forward`, for probabilities in the type of the logits."""
+    return _WHERE_NOT_GIVEN._replace(logits=logits, k=k, dtype=logits.dtype)
+
+
 # Tensors that broadcast to the logits, and how many of the last dimensions they lack.
 BESIDE_LOGITS = {
     **dict.fromkeys(("mask", "bias", "selection_bias"), 0),
