@@ -30,7 +30,7 @@ Kind = Literal["contiguous", "masked", "ragged"]
 DTYPE = torch.bfloat16
 NEVER = 2**31 - 1  # rows that no launch has
 STEPS = 4  # to either side of the number of limits.h, each a factor of sqrt(2)
-MOST_BYTES = 2**30  # of the scores of a call
+MOST_BYTES = 2**28  # of the scores of a call
 LEAST_GAIN = 0.02  # of the time of all measured calls; below it the number of limits.h stays
 CALLS, ROUNDS = 10, 9  # in a CUDA graph; of both graphs
 MASKED = 0.25  # of the entries
@@ -95,9 +95,9 @@ def tune(
     rows = {backward: [each.min_rows for each in table] for backward, table in tables.items()}
     todo = _todo(tables)
 
-    def with_rows(backward: bool, changes: dict[int, int]) -> Tuned:
+    def with_rows(backward: bool, others: dict[int, int]) -> Tuned:
         found = {key: [*numbers] for key, numbers in rows.items()}
-        for index, number in changes.items():
+        for index, number in others.items():
             found[backward][index] = number
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         return Tuned(gpu.name, today, tuple(found[False]), tuple(found[True]))
@@ -289,6 +289,8 @@ def _on_gpu(compiled: ctypes.CDLL) -> Measure:
                 end.record()
                 end.synchronize()
                 found.append(1e3 * start.elapsed_time(end) / CALLS)
+        graphs.clear()
+        torch.cuda.empty_cache()  # their memory serves no other graph
         return [statistics.median(found) for found in times]
 
     return microseconds
