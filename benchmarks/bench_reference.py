@@ -26,7 +26,6 @@ from measured import OURS
 import megasoftmax
 
 SCALE = 0.125
-K = 4
 EAGER, SDPA, TOPK = "eager", "SDPA", "torch.topk"
 Ways = dict[str, measure.Build]
 
@@ -50,7 +49,14 @@ PASSES = ("forward", BOTH)
 DTYPES = (torch.float32, torch.bfloat16)
 SCORES = (4, 8, 512, 512)
 QUERIES = ((16, 4, 64, 32), (8, 8, 128, 32), (2, 8, 256, 64), (1, 8, 512, 64), (4, 8, 512, 64))
-LOGITS = ((16, 8), (256, 128), (64, 4096))
+LOGITS = {  # and k
+    (16, 8): 4,
+    (256, 128): 4,
+    (4096, 64): 8,
+    (64, 4096): 4,
+    (4, 50257): 50,
+    (64, 50257): 50,
+}
 VARIANTS = ("masked", "causal", "causal, dropout")
 BIASES = ("bias", "causal, bias")  # [1, heads, tokens, tokens]
 CASES = [
@@ -58,7 +64,11 @@ CASES = [
     *(Case(*each, SDPA) for each in product(QUERIES, DTYPES[:1], BIASES[:1], PASSES)),
     *(Case(QUERIES[2], *each, SDPA) for each in product(DTYPES[:1], BIASES[1:], PASSES)),
     *(Case(QUERIES[2], *each, SDPA) for each in product(DTYPES[1:], BIASES[:1], PASSES)),
-    *(Case(*each, TOPK) for each in product(LOGITS, DTYPES[:1], (f"top {K}",), PASSES)),
+    *(
+        Case(shape, DTYPES[0], f"top {k}", direction, TOPK)
+        for shape, k in LOGITS.items()
+        for direction in PASSES
+    ),
 ]
 
 
@@ -92,10 +102,10 @@ def attention(case: Case) -> Ways:
 
 
 def softmax_topk(case: Case) -> Ways:
-    logits = torch.randn(case.shape).to(case.dtype).requires_grad_()
+    logits, k = torch.randn(case.shape).to(case.dtype).requires_grad_(), LOGITS[case.shape]
     return {
-        TOPK: lambda: Way(lambda: peers.softmax_then_topk(logits, K)[0], (logits,)),
-        OURS: lambda: Way(lambda: megasoftmax.softmax_topk(logits, K)[0], (logits,)),
+        TOPK: lambda: Way(lambda: peers.softmax_then_topk(logits, k)[0], (logits,)),
+        OURS: lambda: Way(lambda: megasoftmax.softmax_topk(logits, k)[0], (logits,)),
     }
 
 

@@ -2,7 +2,7 @@
 
 Its command ``build`` compiles the CUDA part, ``explain`` tells how the kernels serve a call, and
 ``regress`` whether a model trains with them as it did without. ``check`` compares the kernels with
-the reference.
+the reference. ``tune`` measures on this GPU from how many rows on each kernel is chosen.
 ``export-kernels`` writes a folder for Hugging Face's ``kernels``.
 """
 
@@ -329,6 +329,36 @@ def check_kernels(
     typer.echo(f"{found.verdict}\nReport: {report}")
     if not found.passed:
         raise typer.Exit(1 if found.failures else 2)
+
+
+@app.command()
+def tune(
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove what was measured, and measure nothing.")
+    ] = False,
+) -> None:
+    """Measure on this machine's GPU from how many rows on each kernel of the softmax is chosen.
+
+    Takes minutes, in which nothing else should run on the GPU. A file beside the compiled part
+    keeps what was found, and later processes read it unless MEGASOFTMAX_TUNED is 0. Not a bit of
+    any result changes. Exit code 1: nothing was measured.
+    """
+    from megasoftmax import tune as tuning  # it takes the functions, which others do not need
+
+    try:
+        if remove:
+            file = tuning.remove()
+            typer.echo("There was no file to remove" if file is None else f"Removed {file}")
+            return
+        with Steps(console, tuning.thresholds()) as told:
+            found, file = tuning.tune_this_gpu(told.reach)
+    except (OSError, RuntimeError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    changes = tuning.changes(found)
+    for change in changes:
+        typer.echo(str(change))
+    typer.echo(f"{len(changes)} of {tuning.thresholds()} thresholds changed on {found.gpu}: {file}")
 
 
 @app.command()

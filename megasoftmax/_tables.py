@@ -60,6 +60,7 @@ def call_table(found: Explanation) -> Table:
     return _rows(
         ("regime", f"{found.regime.name}, row {found.index} of the {direction} table"),
         ("why", "\n".join(found.reasons)),
+        ("thresholds", found.thresholds),
         ("rows", f"{found.rows:,} of {found.columns:,} {found.dtype}".replace("torch.", "")),
         ("kind of rows", found.kind),
         ("visible columns", f"up to {found.visible_columns:,} per row"),

@@ -70,10 +70,11 @@ LAYERS = {
         "_extras arguments autocast biases checks functions megasoftmax modules options tracing"
     ),
     "check": {"build", "host", "limits", "megasoftmax", "reference"},
+    "tune": {"build", "explain", "functions", "limits", "megasoftmax"},
     "regression": {"integrations", "megasoftmax"},
     "__main__": _names(
         "_export_kernels _extras _progress _tables build check explain limits megasoftmax "
-        "regression"
+        "regression tune"
     ),
 }
 

@@ -685,20 +685,61 @@ def test_oracle_agrees_with_autograd():
         torch.testing.assert_close(0.7 * found.value, wanted)
 
 
+@pytest.mark.parametrize("most_sorted", [0, 256])
 @pytest.mark.parametrize("longest_by_keys", [0, 1024])
-def test_selection_on_a_cpu_is_that_of_a_stable_sort(longest_by_keys: int, monkeypatch) -> None:
+def test_selection_on_a_cpu_is_that_of_a_stable_sort(
+    longest_by_keys: int, most_sorted: int, monkeypatch
+) -> None:
     """torch.topk takes any of equals, also at the end of the K; these are put in order."""
     monkeypatch.setattr(reference_topk, "_LONGEST_BY_KEYS", longest_by_keys)
+    monkeypatch.setattr(reference_topk, "_MOST_SORTED", most_sorted)
     random = Random(0)
     torch.manual_seed(0)
     for _ in range(2000):
-        shape = random.choice([(7,), (3, 9), (2, 3, 17), (5, 64), (0, 4), (3, 1)])
-        dtype = random.choice([torch.float32, torch.float64])
-        values = torch.randint(-2, random.choice([0, 3, 50]), shape).to(dtype)
+        shape = random.choice([(7,), (3, 9), (2, 3, 17), (5, 64), (0, 4), (3, 1), (2, 300)])
+        dtype = random.choice([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+        values = torch.randint(-2, random.choice([0, 3, 50, 2000]), shape).to(dtype)
         if random.random() < 0.5:
             planted = random.choice([math.nan, math.inf, -math.inf, -0.0])
             values = values.masked_fill(torch.rand(shape) < 0.3, planted)
             values = values.copysign(torch.randn(shape))  # a NaN has a sign, too
         k = random.randint(0, shape[-1])
-        ordered = values.sort(stable=True, dim=-1, descending=True).indices
-        assert reference_topk.select(values, k).equal(ordered[..., :k])
+        ordered = values.sort(stable=True, dim=-1, descending=True).indices[..., :k]
+        assert reference_topk.select_on_cpu(values, k).equal(ordered)
+        if dtype.itemsize > 2:
+            assert reference_topk.select(values, k).equal(ordered)
+
+
+def test_equals_beyond_16_bits_of_columns() -> None:
+    """Keys of 16-bit numbers hold a column in 16 bits; longer rows take keys of 64."""
+    values = torch.zeros(2, 2**16 + 3, dtype=torch.bfloat16)
+    values[0, -1] = values[1, 2**16] = 1
+    expected = torch.tensor([[2**16 + 2, 0, 1], [2**16, 0, 1]])
+    assert reference_topk.select_on_cpu(values, 3).equal(expected)
+    assert megasoftmax.softmax_topk(values, 3)[1].equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(16, 8), (5, 64), (3, 300), (2, 2000), (9,)])
+def test_short_way_computes_what_the_record_does(shape, dtype) -> None:
+    """Options that change nothing take a call the longer way."""
+    torch.manual_seed(0)
+    logits = torch.randn(shape).to(dtype)
+    logits[..., 3] = logits[..., 1]
+    for planted in (None, math.inf, -math.inf, math.nan):
+        if planted is not None:
+            logits[..., 5] = planted
+        for k in (1, 4, shape[-1]):
+            values, indices = megasoftmax.softmax_topk(logits, k)
+            expected, order = megasoftmax.softmax_topk(logits, k, fused=False)
+            assert indices.equal(order)
+            assert values.dtype == expected.dtype == dtype
+            torch.testing.assert_close(values, expected, equal_nan=True)
+            assert all(each.is_contiguous() for each in (values, indices))
+
+
+def test_short_way_keeps_the_type_under_autocast() -> None:
+    logits = torch.randn(4, 32, dtype=torch.bfloat16)
+    with torch.autocast("cpu"):
+        values, _ = megasoftmax.softmax_topk(logits, 4)
+    assert values.dtype == torch.bfloat16

@@ -178,3 +178,64 @@ def test_result_may_be_changed_in_place():
     p.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         p.sum().backward()
+
+
+# Its K largest
+
+
+def topk_by_reference(logits, k):
+    return megasoftmax.softmax_topk(logits, k, mask=torch.zeros(1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(7,), (4, 9), (2, 3, 300), (3, 2000)])
+@pytest.mark.parametrize("of_gradient", [None, NAN, INF])
+def test_gradient_of_the_largest(shape, dtype, of_gradient):
+    """Equal logits, a probability of 0 among the K, and gradients that are not finite there."""
+    logits = normal(*shape, device="cpu", dtype=dtype)
+    logits[..., 2] = logits[..., 5]
+    logits.select(-1, 3).fill_(-INF)
+    k = shape[-1] if shape[-1] < 10 else 6
+    gradient = normal(*shape[:-1], k, device="cpu", dtype=dtype, seed=1)
+    if of_gradient is not None:
+        gradient[..., -1] = of_gradient
+    found = []
+    for function in (megasoftmax.softmax_topk, topk_by_reference):
+        leaf = logits.clone().requires_grad_()
+        values, indices = function(leaf, k)
+        assert not indices.requires_grad
+        d_logits = torch.autograd.grad(values, leaf, gradient, retain_graph=True)
+        again = torch.autograd.grad(values, leaf, gradient)
+        assert bits_equal(d_logits[0].nan_to_num(), again[0].nan_to_num())
+        found.append((values, indices, *d_logits))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, equal_nan=True)
+
+
+def test_largest_of_16_bits_take_the_reference():
+    """It has float32 probabilities for the backward pass."""
+    found = []
+    for function in (megasoftmax.softmax_topk, topk_by_reference):
+        logits = normal(4, 64, device="cpu", dtype=torch.bfloat16).requires_grad_()
+        values, _ = function(logits, 5)
+        found += torch.autograd.grad(values.square().sum(), logits)
+    assert bits_equal(*found)
+
+
+def test_derivatives_of_the_largest():
+    logits = normal(3, 9, device="cpu", dtype=torch.float64).requires_grad_()
+
+    def values(logits):
+        return megasoftmax.softmax_topk(logits, 4)[0]
+
+    assert torch.autograd.gradcheck(values, logits)
+    assert torch.autograd.gradgradcheck(values, logits)
+    assert torch.autograd.gradcheck(values, logits, check_batched_grad=True)
+    p, indices = megasoftmax.softmax_topk(logits, 4)
+    gradients = normal(5, 3, 4, device="cpu", dtype=torch.float64, seed=3)
+    (found,) = torch.autograd.grad(p, logits, gradients, retain_graph=True, is_grads_batched=True)
+    for ours, gradient in zip(found, gradients, strict=True):
+        torch.testing.assert_close(ours, torch.autograd.grad(p, logits, gradient, True)[0])
+    indices.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        p.sum().backward()

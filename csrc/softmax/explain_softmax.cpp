@@ -3,6 +3,7 @@
 
 #include "../common/named.h"
 #include "plan.h"
+#include "tuning.h"
 
 namespace megasoftmax {
 namespace {
@@ -64,6 +65,9 @@ extern "C" __attribute__((visibility("default"))) const char* megasoftmax_softma
   const Device device{.multiprocessors = static_cast<int>(call["multiprocessors"]),
                       .shared_bytes = static_cast<int>(call["shared_bytes"]),
                       .max_cluster = static_cast<int>(call["max_cluster"])};
+  const auto regimes_of = [&](const RowTable& table) {
+    return call["is_tuned"] != 0 ? table.regimes() : table.built_in();
+  };
   return named_lines([&](auto&& add) {
     if (call["is_backward"] == 0) {
       auto params = params_of<ForwardParams>(call);
@@ -71,7 +75,8 @@ extern "C" __attribute__((visibility("default"))) const char* megasoftmax_softma
       params.scores = contiguous_tensor(shape, call["element_bytes"]);
       if (call["is_masked"] != 0) params.mask = params.scores;
       prepare(params);
-      add_plan(plan_forward(params, device, -1), kForwardRegimes, params.window, shape, device,
+      const RowRegimes regimes = regimes_of(forward_table);
+      add_plan(plan_forward(params, regimes, device, -1), regimes, params.window, shape, device,
                add);
     } else {
       auto params = params_of<BackwardParams>(call);
@@ -80,8 +85,20 @@ extern "C" __attribute__((visibility("default"))) const char* megasoftmax_softma
       params.has_bias_gradient = call["has_bias_gradient"] != 0;
       params.bias_shape = shape;
       prepare(params);
-      add_plan(plan_backward(params, device, -1), kBackwardRegimes, params.window, shape, device,
+      const RowRegimes regimes = regimes_of(backward_table);
+      add_plan(plan_backward(params, regimes, device, -1), regimes, params.window, shape, device,
                add);
     }
   });
+}
+
+// The fewest rows of each regime, for all launches of the process; `count` 0: those of limits.h.
+// Returns 1, or 0 where they may change bits and were not taken. megasoftmax/build/tuned.py calls
+// it.
+extern "C" __attribute__((visibility("default"))) int megasoftmax_set_min_rows(int is_backward,
+                                                                               const int* min_rows,
+                                                                               int count) {
+  using namespace megasoftmax;
+  RowTable& table = is_backward != 0 ? backward_table : forward_table;
+  return table.replace({min_rows, static_cast<size_t>(count)});
 }

@@ -164,8 +164,10 @@ inline void plan_rows(RowRegimes regimes, Plan& plan, int64_t whole_vectors, con
     plan.threads = 32 * divide_up(schedule.max_segments, schedule.blocks_per_row);
 }
 
-// `params` are prepared, see layout.h.
-inline Plan plan_forward(const ForwardParams& params, const Device& device, int forced) {
+// `params` are prepared, see layout.h. `regimes`: kForwardRegimes, perhaps with other numbers of
+// rows.
+inline Plan plan_forward(const ForwardParams& params, RowRegimes regimes, const Device& device,
+                         int forced) {
   const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.scores.type);
   Plan plan = {};
   plan.owners = params.shape;
@@ -177,11 +179,12 @@ inline Plan plan_forward(const ForwardParams& params, const Device& device, int 
                   ? kDropped
                   : kind_of_rows(params, plan.vectors, pack_elements, params.mask.data != nullptr,
                                  params.takes_bias_instance(), kTinyVectors);
-  plan_rows(kForwardRegimes, plan, params.shape.columns / pack_elements, device, forced);
+  plan_rows(regimes, plan, params.shape.columns / pack_elements, device, forced);
   return plan;
 }
 
-inline Plan plan_backward(const BackwardParams& params, const Device& device, int forced) {
+inline Plan plan_backward(const BackwardParams& params, RowRegimes regimes, const Device& device,
+                          int forced) {
   const int pack_bytes = 16, pack_elements = pack_bytes / size_of(params.probabilities.type);
   Plan plan = {};
   plan.owners = params.bias_shape;
@@ -198,7 +201,7 @@ inline Plan plan_backward(const BackwardParams& params, const Device& device, in
                     ? kDropped
                     : kind_of_rows(params, plan.vectors, pack_elements, false, false, kUnlimited);
   }
-  plan_rows(kBackwardRegimes, plan, params.shape.columns / pack_elements, device, forced);
+  plan_rows(regimes, plan, params.shape.columns / pack_elements, device, forced);
   return plan;
 }
 

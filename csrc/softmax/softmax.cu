@@ -5,6 +5,7 @@
 #include "../common/device.h"
 #include "instances/instances.h"
 #include "softmax.h"
+#include "tuning.h"
 
 namespace megasoftmax {
 
@@ -16,7 +17,7 @@ SoftmaxForwardLaunch plan_softmax_forward(ForwardParams params, cudaStream_t str
   if (params.shape.rows() == 0) return {params, {}};
   prepare(params);
   return {params, plan_for(stream, [&](const Device& device) {
-            return plan_forward(params, device, forced_regimes[0]);
+            return plan_forward(params, forward_table.regimes(), device, forced_regimes[0]);
           })};
 }
 
@@ -25,7 +26,7 @@ SoftmaxBackwardLaunch plan_softmax_backward(BackwardParams params, cudaStream_t 
   if (written.rows() == 0) return {params, {}};
   prepare(params);
   return {params, plan_for(stream, [&](const Device& device) {
-            return plan_backward(params, device, forced_regimes[1]);
+            return plan_backward(params, backward_table.regimes(), device, forced_regimes[1]);
           })};
 }
 

@@ -78,7 +78,7 @@ def move(built: Path, library: Path) -> None:
     """Puts a library in its place and seals it, so that a crash leaves nothing that looks whole."""
     built.chmod(0o700)
     seal = built.with_name("seal")
-    seal.write_text(_seal_of(built))
+    seal.write_text(seal_of(built))
     for path in (built, seal):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -96,7 +96,7 @@ def is_whole(library: Path) -> bool:
     key = (str(library), found.st_mtime_ns, found.st_size)
     if key not in _whole:
         seal = _seal(library)
-        _whole[key] = seal.exists() and seal.read_text() == _seal_of(library)
+        _whole[key] = seal.exists() and seal.read_text() == seal_of(library)
     return _whole[key]
 
 
@@ -108,7 +108,8 @@ def _seal(library: Path) -> Path:
     return library.with_name("seal")
 
 
-def _seal_of(library: Path) -> str:
+def seal_of(library: Path) -> str:
+    """What tells a library from others; reads it."""
     with library.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     return f"{library.stat().st_size} {digest.hexdigest()}\n"

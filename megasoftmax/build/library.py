@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megasoftmax.build import cache, extension
+from megasoftmax.build import cache, extension, tuned
 from megasoftmax.build.extension import BuildError
 
 
@@ -110,6 +110,8 @@ def plans() -> ctypes.CDLL:
             whole = ctypes.CDLL(str(compiled.path))
             for family in ("softmax", "topk", "attention"):
                 getattr(whole, f"megasoftmax_{family}_plan")
+            if _loaded is None:
+                tuned.load(whole, compiled.path)
             return whole
     sources = sorted(extension.CSRC.glob("*/explain*.cpp"))
     flags = [*extension.CXX_FLAGS]
@@ -216,7 +218,8 @@ def _load() -> Status:
     try:
         path = _find() or _build_for_these_gpus()
         torch.ops.load_library(path)
-        ctypes.CDLL(str(path)).megasoftmax_register(_PACKAGE_NAME.encode())
+        compiled = ctypes.CDLL(str(path))
+        compiled.megasoftmax_register(_PACKAGE_NAME.encode())
     except (BuildError, OSError, AttributeError) as error:  # the last: compiled from other sources
         warnings.warn(
             "megasoftmax has no compiled kernels here, and CUDA tensors take the slow plain-torch "
@@ -225,6 +228,7 @@ def _load() -> Status:
             stacklevel=3,
         )
         return Status(False, reason=str(error))
+    tuned.load(compiled, path)
     return Status(True, path)
 
 

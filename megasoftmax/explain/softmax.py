@@ -5,10 +5,11 @@ in the compiled part, or compiled alone where there is none.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from megasoftmax.build import tuned
 from megasoftmax.explain.common import (
     Moved,
     ask,
@@ -48,6 +49,7 @@ class Explanation(Moved):
     regime: RowRegime
     reasons: tuple[str, ...]
     skipped: tuple[Skipped, ...]
+    thresholds: str  # where their numbers of rows are from
 
     blocks_per_row: int
     rows_at_a_time: int | None  # over the whole GPU; None for rows that do not lie over all of it
@@ -108,6 +110,12 @@ def explain(
     _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
     table = kernel_limits().backward if backward else kernel_limits().forward
     device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
+    measured = tuned.of_gpu(device.name)
+    if measured is not None:
+        all_rows = measured.backward if backward else measured.forward
+        table = tuple(
+            replace(each, min_rows=rows) for each, rows in zip(table, all_rows, strict=True)
+        )
     answer = ask(
         "megasoftmax_softmax_plan",
         rows=rows,
@@ -121,6 +129,7 @@ def explain(
         has_bias_gradient=bias_gradient,
         has_dropout=dropout,
         has_softcap=softcap,
+        is_tuned=measured is not None,
         multiprocessors=device.multiprocessors,
         shared_bytes=device.shared_bytes,
         max_cluster=device.max_cluster,
@@ -151,6 +160,7 @@ def explain(
             Skipped(i, each.name, "; ".join(_in_words(bits, each, kind, device)))
             for i, (each, bits) in enumerate(zip(table, obstacles, strict=False))
         ),
+        thresholds="built in" if measured is None else f"tuned on {measured.gpu}, {measured.date}",
         blocks_per_row=plan["blocks_per_row"],
         rows_at_a_time=plan["rows_at_a_time"] or None,
         segments=plan["segments"],

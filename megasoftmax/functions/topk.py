@@ -172,6 +172,30 @@ def softmax_topk(
         if served is not None:
             return cast(tuple[Tensor, ...], served)
     k = checks.as_integer(k)
+    if (  # the shortest way for the most frequent call on a CPU
+        softcap is None
+        and mask is None
+        and bias is None
+        and selection_bias is None
+        and top_k is None
+        and top_p is None
+        and min_p is None
+        and dtype is None
+        and group is None
+        and fused is None
+        and renormalize is False
+        and return_lse is False
+        and type(scale) in (float, int)
+        and scale == 1
+        and type(k) is int
+        and isinstance(score, str)
+        and score == "softmax"
+        and isinstance(logits, Tensor)
+        and dispatch.is_plain_scores(logits)
+        and 0 < k <= logits.shape[-1]
+        and (logits.dtype.itemsize > 2 or not (logits.requires_grad and torch.is_grad_enabled()))
+    ):
+        return autograd.torch_softmax.softmax_topk(logits, k)
     softcap = as_number("softcap", softcap)
     options = TopkOptions(
         *(as_rows("scale", scale), softcap, mask, bias, score, selection_bias),

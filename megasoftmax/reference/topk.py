@@ -289,45 +289,80 @@ def select(values: Tensor, k: int) -> Tensor:
 
     Larger first, lower index first among equals; NaN before +inf, and -0 equal to 0.
     """
-    if values.device.type != "cpu" or values.shape[-1] <= _LONGEST_BY_KEYS or is_traced():
+    if values.device.type != "cpu" or is_traced():
         return _select_by_keys(values, k)
-    return _select_by_topk(values.detach(), k)
+    return select_on_cpu(values.detach(), k)
 
 
-# On a CPU torch.topk of long rows takes less time for numbers than for keys, of short rows more.
+# On a CPU torch.sort of so few numbers takes less time than torch.topk and the search for equals.
+# 16-bit numbers have many equals: in rows up to that length keys take less than their repair.
+_MOST_SORTED = 256
 _LONGEST_BY_KEYS = 1024
+_SPARE = 16  # entries that torch.topk is asked for beyond K where equals are likely
+
+
+def select_on_cpu(values: Tensor, k: int) -> Tensor:
+    """`select` of a plain tensor on a CPU, of 16 bits too, where nobody traces."""
+    if values.numel() <= _MOST_SORTED:
+        indices = values.sort(stable=True, dim=-1, descending=True).indices
+        return torch.narrow_copy(indices, -1, 0, k)
+    if values.dtype.itemsize > 2:
+        return _select_by_topk(values, k, 1)
+    if values.shape[-1] <= _LONGEST_BY_KEYS:
+        return _select_by_keys(values, k)
+    return _select_by_topk(values, k, _SPARE // 2)
 
 
 def _select_by_keys(values: Tensor, k: int) -> Tensor:
     """`select` by integers without equals: the bits, ordered like the numbers, then the column."""
+    values = values + 0.0  # -0 becomes 0, and a NaN of 16 bits may become one with other bits
     values = torch.where(values.isnan(), torch.nan, values)  # of one sign
-    values += 0.0  # -0 becomes 0
     # vmap of torch before 2.13 does not see a tensor as integers.
     if values.dtype == torch.float64 or torch._C._are_functorch_transforms_active():
         return values.sort(stable=True, dim=-1, descending=True).indices[..., :k].contiguous()
-    bits = values.view(torch.int32)
-    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     columns = values.shape[-1]
-    keys = ordered.long().bitwise_left_shift_(32)
-    keys += torch.arange(columns - 1, -1, -1, device=values.device)
+    bits, of_bits, of_keys = 32, torch.int32, torch.int64
+    if values.dtype.itemsize == 2 and columns <= 2**16:
+        bits, of_bits, of_keys = 16, torch.int16, torch.int32
+    elif values.dtype.itemsize == 2:
+        values = values.float()
+    number = values.view(of_bits)
+    ordered = (number >> (bits - 1)).bitwise_and_(2 ** (bits - 1) - 1).bitwise_xor_(number)
+    keys = ordered.to(of_keys).bitwise_left_shift_(bits)
+    keys += torch.arange(columns - 1, -1, -1, device=values.device, dtype=of_keys)
     return keys.topk(k).indices
 
 
-def _select_by_topk(values: Tensor, k: int) -> Tensor:
-    """`select` by torch.topk, which leaves open which of equals come: these are put in order."""
-    candidates = min(k + 16, values.shape[-1])  # the equals of entry K are among them, mostly
+def _select_by_topk(values: Tensor, k: int, spare: int) -> Tensor:
+    """`select` by torch.topk, which leaves open which of equals come: these are put in order.
+
+    Args:
+        values, k: as in `select`.
+        spare: candidates beyond K, at least 1. Rows whose entry K may have equals beyond these take
+            more candidates, and then keys.
+    """
+    candidates = min(k + spare, values.shape[-1])
     top, indices = values.topk(candidates, -1)
-    equal = top[..., 1 : k + 1] == top[..., :k][..., : candidates - 1]
-    if not (equal | top[..., 1 : k + 1].isnan()).any():  # NaN come first
-        return indices[..., :k].contiguous()
-    indices, order = indices.sort(-1)
+    pairs = min(k, candidates - 1)
+    decreases = top.narrow(-1, 1, pairs) < top.narrow(-1, 0, pairs)  # False beside a NaN
+    if decreases.all():
+        return torch.narrow_copy(indices, -1, 0, k)
+    has_equals = ~decreases.all(-1)
+    top, found = top[has_equals], indices[has_equals]
+    found, order = found.sort(-1)
     order = top.gather(-1, order).sort(stable=True, dim=-1, descending=True).indices
-    indices = indices.gather(-1, order)[..., :k].contiguous()
-    if k < candidates < values.shape[-1]:
+    found = found.gather(-1, order)[..., :k]
+    if candidates < values.shape[-1]:
         kth, last = top[..., k - 1], top[..., -1]
         may_continue = (kth == last) | last.isnan()
         if may_continue.any():
-            indices[may_continue] = _select_by_keys(values[may_continue], k)
+            rows = values[has_equals][may_continue]
+            by_keys = spare >= _SPARE
+            found[may_continue] = (
+                _select_by_keys(rows, k) if by_keys else _select_by_topk(rows, k, _SPARE)
+            )
+    indices = torch.narrow_copy(indices, -1, 0, k)
+    indices[has_equals] = found
     return indices
 
 
@@ -578,6 +613,23 @@ def uniform(seed: Tensor, rows: int) -> Tensor:
 ForwardArguments = arguments_of(softmax_topk_forward)
 BackwardArguments = arguments_of(softmax_topk_backward)
 SampleArguments = arguments_of(softmax_topk_sample)
+
+_WHERE_NOT_GIVEN = ForwardArguments(
+    scale=1.0,
+    softcap=0.0,
+    renormalize=False,
+    candidates=False,
+    sigmoid=False,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+)
+
+
+def without_options(logits: Tensor, k: int) -> Any:
+    """Arguments of `softmax_topk_forward`, for probabilities in the type of the logits."""
+    return _WHERE_NOT_GIVEN._replace(logits=logits, k=k, dtype=logits.dtype)
+
 
 # Tensors that broadcast to the logits, and how many of the last dimensions they lack.
 BESIDE_LOGITS = {
