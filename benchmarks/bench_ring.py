@@ -5,8 +5,8 @@ sequence on one GPU. `efficiency` is the time of that one, divided by the number
 time of the ring: 1 is as many times the speed of one GPU as there are. A time is that of the
 slowest rank. `milliseconds` begin with an idle GPU, as the host calls; `queued_milliseconds` when
 the host has had a start, as in a model, which launches many layers; that is left out where it makes
-no difference. `extra_bytes` is the peak of a rank beside its inputs. `error` is the largest difference of the output of the first rank from that
-of one GPU.
+no difference. `extra_bytes` is the peak of a rank beside its inputs. `error` is the largest
+difference of the output of the first rank from that of one GPU.
 
 torchrun --nproc-per-node 2 benchmarks/bench_ring.py                    # all GPUs of a host
 torchrun --nproc-per-node 2 benchmarks/bench_ring.py --device cpu       # tiny, to try it
