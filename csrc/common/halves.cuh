@@ -58,6 +58,18 @@ struct Halves {
     }
 #endif
   }
+  // Infinities become the largest finite numbers. NaN stays.
+  __device__ static uint32_t made_finite(uint32_t a) {
+    constexpr uint32_t kLargest = std::is_same_v<T, __half> ? 0x7bff7bffu : 0x7f7f7f7fu;
+#if __CUDA_ARCH__ >= 800
+    return word(__hmax2_nan(__hmin2_nan(pair(a), pair(kLargest)), pair(kLargest | 0x80008000u)));
+#else
+    const auto is_infinite = [&](uint32_t half) {
+      return (a & 0x7fff * half) == (kLargest & 0x7fff * half) + half;
+    };
+    return a - (is_infinite(1) ? 1u : 0u) - (is_infinite(0x10000) ? 0x10000u : 0u);
+#endif
+  }
   // All bits of the halves that are not below those of `least`; none of NaN.
   __device__ static uint32_t reaching(uint32_t a, uint32_t least) {
     if constexpr (std::is_same_v<T, __half> || kIsAmpere) {
