@@ -735,6 +735,8 @@ def test_special_values_with_a_softcap(columns, dtype):
             check(scores[..., 1:], softcap=softcap, **beside)
     first = torch.randint(0, columns, (3, 4), device="cuda").int()
     check(scores, softcap=2.0, visible=(first, None))
+    for softcap in (1e4, 0.01):  # a small part of the softcap, or many times as much
+        check(scores, softcap=softcap, causal=True)
 
 
 @gpu

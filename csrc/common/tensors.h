@@ -96,6 +96,8 @@ struct LogitOptions {
 
   // What scores are multiplied by, before a bias: the scale, or the softcap if they are its tanh.
   __host__ __device__ float factor() const { return softcap.is_given() ? softcap.cap : scale; }
+  // The magnitude of the factor within tanh.
+  float inner() const { return std::fabs(softcap.inner); }
   // Whether logits are scores times the scale, but for a bias.
   __host__ __device__ bool are_linear() const { return !softcap.is_given(); }
   bool have_no_sink() const { return !sink.is_given; }

@@ -15,6 +15,8 @@
 
 namespace megasoftmax {
 
+inline constexpr float kLargestFinite = 0x1p63f;
+
 template <class T>
 class CappedLogits {
  public:
@@ -29,7 +31,7 @@ class CappedLogits {
   // Whether the polynomial serves scores of this magnitude.
   __device__ bool are_small(float magnitude) const { return fabsf(magnitude * fourfold_) < 2.f; }
 
-  // kMayExclude: -inf is excluded, and stays -inf.
+  // kMayExclude: -inf is excluded, and stays -inf. Other large scores went through make_finite.
   template <bool kMayExclude, int kElements>
   __device__ __forceinline__ void of(const Pack<T, kElements>& scores,
                                      float (&z)[kElements]) const {
@@ -40,7 +42,7 @@ class CappedLogits {
       large.add(z[j]);
     }
     if (large.is_there()) {
-      of_large<kMayExclude>(scores, z);
+      of_large<kMayExclude>(z);
     } else {
 #pragma unroll
       for (int j = 0; j < kElements; ++j) z[j] = small_.of(z[j]);
@@ -93,8 +95,7 @@ class CappedLogits {
   }
 
   template <bool kMayExclude, int kElements>
-  __device__ __forceinline__ void of_large(const Pack<T, kElements>& scores,
-                                           float (&z)[kElements]) const {
+  __device__ __forceinline__ void of_large(float (&z)[kElements]) const {
 #pragma unroll
     for (int i = 0; i < kElements; i += 4) {
       float v[4], d[4];
@@ -121,8 +122,7 @@ class CappedLogits {
       for (int j = 0; j < 4; ++j) {
         float large = of_part(v[j], parts[j]);
         if constexpr (kMayExclude) {
-          // NaN and -inf add themselves, and other scores next to nothing.
-          large = fmaf(scores[i + j], 1.4e-45f, large);
+          large = fmaf(v[j], 1.4e-45f, large);  // NaN and -inf add themselves, others nothing
         } else {
           large = v[j] == v[j] ? large : v[j];
         }
@@ -150,16 +150,15 @@ __device__ inline float largest_magnitude(const Pack<T, kElements> (&packs)[kPac
   return largest_lane(magnitudes);
 }
 
-// Infinite scores become finite, which a softcap bounds alike. So -inf can mean excluded. NaN
-// stays.
+// Scores beyond +-kLargestFinite, infinite ones too, become that, which the softcap bounds alike
+// (has_moderate_cap in params.h). So -inf can mean excluded. NaN stays.
 template <class T, int kElements>
 __device__ inline void make_finite(Pack<T, kElements>& scores) {
-  constexpr uint32_t kInfinity =
-      Pack<T>::kLowestWord & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu);
 #pragma unroll
   for (uint32_t& word : scores.words) {
     if constexpr (sizeof(T) == 4) {
-      word -= (word & 0x7fffffffu) == kInfinity ? 1u : 0u;
+      const float x = __uint_as_float(word);
+      if (fabsf(x) > kLargestFinite) word = __float_as_uint(copysignf(kLargestFinite, x));
     } else {
       word = Halves<T>::made_finite(word);
     }

@@ -142,8 +142,10 @@ inline constexpr int64_t kTinyColumns = 128, kTinyRaggedColumns = 512;
 inline constexpr int64_t kTinyVectors = 4, kSectorVectors = 2;
 // Owners of bias rows that keep a large GPU busy. If there are fewer, several share a bias row.
 inline constexpr int64_t kEnoughOwners = 2048;
-// The largest cap of rows that nothing else changes: their logits are in units of exp2.
-inline constexpr float kLargestCapAlone = 2e38f;
+// Rows that a cap alone changes have logits in units of exp2, and -inf means excluded there. So the
+// cap times log2(e) is finite, and scale / cap lets the largest float16 reach the cap, and 2^63 be
+// multiplied by it. Other rows take the instances of a bias.
+inline constexpr float kLargestCapAlone = 2e38f, kLeastInner = 2e-4f, kLargestInner = 1e18f;
 // Kernels count batches * heads, queries, columns and the bounds of a window in 32 bits. Loops run
 // past the end by a segment.
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;

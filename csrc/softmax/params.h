@@ -53,6 +53,11 @@ struct Schedule {
   Divider queries, heads;
 };
 
+inline bool has_moderate_cap(const LogitOptions& options) {
+  return !options.are_linear() && options.factor() <= kLargestCapAlone &&
+         options.inner() >= kLeastInner && options.inner() <= kLargestInner;
+}
+
 struct ForwardParams : LogitOptions {
   Shape shape;
   Strided scores, mask, bias;
@@ -61,8 +66,8 @@ struct ForwardParams : LogitOptions {
   Dropout dropout;
   // Neither bias, mask nor dropout: see capped.cuh.
   bool are_capped_alone() const {
-    return !are_linear() && factor() <= kLargestCapAlone && bias.data == nullptr &&
-           mask.data == nullptr && !dropout.is_given();
+    return has_moderate_cap(*this) && bias.data == nullptr && mask.data == nullptr &&
+           !dropout.is_given();
   }
   // Instances of a bias serve other rows that are not linear, and then the bias may be absent.
   bool takes_bias_instance() const {
@@ -95,8 +100,8 @@ struct BackwardParams : LogitOptions {
   Dropout dropout;
   bool has_scores() const { return dropout.is_given() || !are_linear(); }
   bool are_capped_alone() const {
-    return !are_linear() && factor() <= kLargestCapAlone && bias.data == nullptr &&
-           mask.data == nullptr && !dropout.is_given() && !has_bias_gradient;
+    return has_moderate_cap(*this) && bias.data == nullptr && mask.data == nullptr &&
+           !dropout.is_given() && !has_bias_gradient;
   }
   bool takes_bias_instance() const {
     return bias.data != nullptr || (!are_linear() && !are_capped_alone());
