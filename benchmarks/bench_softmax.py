@@ -38,6 +38,7 @@ TABLE = [
         (shape, ("softcap", "causal+softcap"))
         for shape in ((8, 32, 2048, 2048), (1, 16, 8192, 8192))
     ),
+    *((shape, ("scaled", "softcap")) for shape in ((1, 1, 64, 128256), (1, 1, 4096, 128256))),
 ]
 
 

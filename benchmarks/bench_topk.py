@@ -2,10 +2,10 @@
 
 A case is logits [rows, columns], a k and what they hold. Where `data` is one of CALLS_OF, they are
 normal, and the call is another: "limits" has a scale of each row, top_k and top_p, "router" has
-sigmoids and a selection bias, and "sample" draws with top_k and top_p. Forward, the fewest bytes
-are those of one read of the logits and one write of probabilities, int64 indices and three
-statistics per row; backward, of one read of the logits and one write of their gradient. The copy,
-of a tensor of the size of the logits, is timed in the same rounds.
+sigmoids and a selection bias, "softcap" one of 30, and "sample" draws with top_k and top_p.
+Forward, the fewest bytes are those of one read of the logits and one write of probabilities, int64
+indices and three statistics per row; backward, of one read of the logits and one write of their
+gradient. The copy, of a tensor of the size of the logits, is timed in the same rounds.
 
 `timing` says how: "call" is a call from Python with the L2 cache flushed before it. Cases below
 32 MiB have a further line, "graph": a CUDA graph of 20 calls, of which each counts for a twentieth.
@@ -30,7 +30,7 @@ SMALL = 32 * 2**20  # bytes of the logits
 CALLS = 20  # in a graph
 STATISTICS = 3 * 4  # bytes of a row
 TOP_P = 0.9
-CALLS_OF = ("limits", "router", "sample")
+CALLS_OF = ("limits", "router", "sample", "softcap")
 VOCABULARIES = range(10_000, 1_000_000)  # columns, for which FlashInfer is made
 
 
@@ -97,6 +97,8 @@ CASES = [
     Case(4096, 64, BFLOAT, 6),
     Case(64, 128256, BFLOAT, 50),
     Case(64, 128256, BFLOAT, 50, data="limits"),
+    Case(64, 128256, BFLOAT, 50, data="softcap"),
+    Case(8192, 50257, BFLOAT, 10, data="softcap", backward=True),
     Case(64, 128256, BFLOAT, 50, data="sample"),
     Case(1, 151936, BFLOAT, 50, data="sample"),
     Case(256, 151936, FLOAT, 50, data="sample"),
@@ -124,6 +126,9 @@ def routers_and_samplers(case: Case, logits: Tensor) -> dict[str, measure.Build]
             logits, k, scale=scale, top_k=k, top_p=TOP_P, renormalize=True, fused=fused
         )[0]
 
+    def capped() -> Tensor:
+        return megasoftmax.softmax_topk(logits, k, softcap=30.0, fused=fused)[0]
+
     def routed() -> Tensor:
         return megasoftmax.softmax_topk(
             logits, k, score="sigmoid", selection_bias=bias, renormalize=True, fused=fused
@@ -143,6 +148,8 @@ def routers_and_samplers(case: Case, logits: Tensor) -> dict[str, measure.Build]
 
     if case.data == "limits":
         return {OURS: way(limited)}
+    if case.data == "softcap":
+        return {OURS: way(capped, ("forward", "backward") if case.backward else ("forward",))}
     if case.data == "router":
         both = ("forward", "backward")
         return {OURS: way(routed, both), "sigmoid, topk": way(routed_by_torch, both)}

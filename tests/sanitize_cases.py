@@ -57,7 +57,7 @@ class Case:
         Smaller clusters have the same kernels.
         """
         options = dict(self.options)
-        if self.family == "topk forward":
+        if self.family in ("topk forward", "topk capped"):
             return TOPK_REGIMES[options["regime"]][0] == "cluster_16"
         return options.get("regime") in LARGE_CLUSTERS
 
@@ -74,6 +74,14 @@ def cases():
         *product("softmax tile", direction=DIRECTIONS, dtype=DTYPES, lanes=TILE_LANES),
         *product("softmax rows", has_kernels, **rows),
         *product("softmax regime", is_regime, **rows, kind=KINDS, regime=REGIMES),
+        *product(
+            "softmax capped",
+            is_regime,
+            direction=DIRECTIONS,
+            dtype=DTYPES,
+            kind=KINDS,
+            regime=REGIMES,
+        ),
         *product("softmax bias gradient", is_summed, dtype=DTYPES, regime=REGIMES),
         *product("softmax dropout", is_regime_with_dropout, **rows, regime=REGIMES),
         *product(
@@ -87,6 +95,7 @@ def cases():
         *product("topk tile", is_topk_tile, dtype=DTYPES, k=TILE_KS, vectors=TILE_VECTORS),
         *product("topk router", dtype=DTYPES, k=(1, 8, 16), columns=(16, 40, 256, 1024)),
         *product("topk forward", has_kernels, **topk, regime=range(len(TOPK_REGIMES))),
+        *product("topk capped", dtype=DTYPES, regime=range(len(TOPK_REGIMES))),
         *product("topk backward", has_kernels, **topk, vectors=TOPK_BACKWARD_VECTORS),
         *product(
             "attention",
@@ -271,7 +280,7 @@ def find_regime(direction, name, kind):
     return found[0] if found and launches.index(launches[found[0]]) == found[0] else None
 
 
-def is_regime(direction, dtype, mask, bias, kind, regime):
+def is_regime(direction, dtype, kind, regime, mask=False, bias=None):
     """Whether such rows exist, as in plan.h, and the regime serves them."""
     unmasked = ("unmasked", "ragged", "limited", "contiguous", "contiguous ragged")
     kinds = (
@@ -322,7 +331,7 @@ def softmax_tile(given, direction, dtype, lanes):
     """Without a softcap, which has other kernels."""
     for elements, less in itertools.product(TILE_ELEMENTS, (1, 0)):
         columns = lanes * elements - less
-        call_softmax(given, direction, dtype, columns, layout="exact", has_softcaps=False)
+        call_softmax(given, direction, dtype, columns, layout="exact", softcap=0.0)
 
 
 def softmax_rows(given, direction, dtype, mask, bias):
@@ -333,7 +342,9 @@ def softmax_rows(given, direction, dtype, mask, bias):
         call_softmax(given, direction, dtype, columns, mask, bias, queries, has_ranges=True)
 
 
-def softmax_regime(given, direction, dtype, mask, bias, kind, regime):
+def softmax_regime(given, direction, dtype, mask, bias, kind, regime, softcap=None):
+    if not mask and bias is None and softcap is None:
+        softcap = 0.0
     index = find_regime(direction, regime, kind)
     assert index is not None
     is_persistent = table_for(direction)[index].is_persistent
@@ -348,7 +359,13 @@ def softmax_regime(given, direction, dtype, mask, bias, kind, regime):
             window, layout = WINDOWS.get(kind, (-1, -1)), next(layouts)
             has_ranges = not is_contiguous and kind not in ("unmasked", "ragged")
             options = (mask, bias, queries, window, layout, has_ranges)
-            call_softmax(given, direction, dtype, columns, *options, has_sinks=not is_contiguous)
+            beside = {"has_sinks": not is_contiguous, "softcap": softcap}
+            call_softmax(given, direction, dtype, columns, *options, **beside)
+
+
+def softmax_capped(given, direction, dtype, kind, regime):
+    """Rows without a mask and a bias, which then have kernels of their own."""
+    softmax_regime(given, direction, dtype, False, None, kind, regime, softcap=0.6)
 
 
 def softmax_bias_gradient(given, dtype, regime):
@@ -450,9 +467,13 @@ def call_softmax(
     drops=False,
     sums_bias=True,
     has_sinks=True,
-    has_softcaps=True,
+    softcap=None,
 ):
-    """Ranges, sinks and softcaps, if it has any, are those that come next: there may be none."""
+    """Ranges, sinks and softcaps, if it has any, are those that come next: there may be none.
+
+    Args:
+        softcap: in place of the next one.
+    """
     shape, element = (BATCHES, HEADS, queries, columns), DTYPES[dtype]
     scale, out = next(given.scales), element if next(given.flags) else torch.float32
     has_lse = next(given.flags)
@@ -464,7 +485,7 @@ def call_softmax(
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
     excluded = given.mask(*given.beside(shape)) if mask else None
     dropout = (0.3, torch.tensor([7], device=given.device)) if drops else (0.0, None)
-    softcap = next(given.softcaps) if has_softcaps else 0.0
+    softcap = next(given.softcaps) if softcap is None else softcap
     first, end = given.ranges(*shape[:-1], keys=columns) if has_ranges else (None, None)
     scores = given.floats(*shape, dtype=element, layout=layout)
     options = {"scale": scale, "softcap": softcap, "mask": excluded, "bias": bias_tensor}
@@ -552,7 +573,7 @@ def topk_router(given, dtype, k, columns):
             )
 
 
-def topk_forward(given, dtype, mask, bias, regime):
+def topk_forward(given, dtype, mask, bias, regime, softcap=None):
     _, threads, _, vectors, blocks, *_ = TOPK_REGIMES[regime]
     pack = PACK_BYTES // DTYPES[dtype].itemsize
     segment = int(threads) * int(vectors) * pack
@@ -562,7 +583,13 @@ def topk_forward(given, dtype, mask, bias, regime):
         # As many as there are layouts: rows that are not contiguous have a kernel of their own.
         for columns in given.sizes((*LENGTHS[1:], segment, long), (9, segment, 33, 8, long)):
             shape = (BATCHES, QUERIES, columns)
-            call_topk(given, dtype, shape, min(next(ks), columns), mask, bias)
+            k = min(next(ks), columns)
+            call_topk(given, dtype, shape, k, mask, bias, softcap=softcap)
+
+
+def topk_capped(given, dtype, regime):
+    """Rows that have kernels of their own if their columns lie side by side."""
+    topk_forward(given, dtype, False, None, regime, softcap=0.6)
 
 
 def topk_backward(given, dtype, mask, bias, vectors):
@@ -574,7 +601,9 @@ def topk_backward(given, dtype, mask, bias, vectors):
             call_topk(given, dtype, shape, k, mask, bias, layout, backward=True)
 
 
-def call_topk(given, dtype, shape, k, mask=False, bias=None, layout=None, backward=False):
+def call_topk(
+    given, dtype, shape, k, mask=False, bias=None, layout=None, backward=False, softcap=None
+):
     element, scale, renormalize = DTYPES[dtype], next(given.scales), next(given.flags)
     logits = given.floats(*shape, dtype=element, layout=layout)
     excluded = given.mask(*given.beside(shape)) if mask else None
@@ -582,7 +611,8 @@ def call_topk(given, dtype, shape, k, mask=False, bias=None, layout=None, backwa
     if bias is not None:
         bias_dtype = DTYPES["fp32" if bias == "fp32" else dtype]
         bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
-    options = (scale, next(given.softcaps), excluded, bias_tensor, renormalize)
+    softcap = next(given.softcaps) if softcap is None else softcap
+    options = (scale, softcap, excluded, bias_tensor, renormalize)
     probabilities, indices, statistics = OPS.softmax_topk_forward(
         *(logits, k, *options, element if next(given.flags) else torch.float32, False),
         *PLAIN_TOPK,
@@ -885,6 +915,7 @@ RUN = {
     "softmax tile": softmax_tile,
     "softmax rows": softmax_rows,
     "softmax regime": softmax_regime,
+    "softmax capped": softmax_capped,
     "softmax bias gradient": softmax_bias_gradient,
     "softmax dropout": softmax_dropout,
     "softmax dropout bias gradient": softmax_dropout_bias_gradient,
@@ -892,6 +923,7 @@ RUN = {
     "topk tile": topk_tile,
     "topk router": topk_router,
     "topk forward": topk_forward,
+    "topk capped": topk_capped,
     "topk backward": topk_backward,
     "attention": attention,
     "attention in turns": attention_in_turns,

@@ -205,7 +205,7 @@ def test_bindings_include_the_entry_points_of_kernels_only(path):
 
 # How many files of the package, its adapters and csrc may name an option: a new one touches about
 # as many.
-FILES_WITH = {"sink": 20, "softcap": 54, "return_lse": 18, "renormalize": 16}
+FILES_WITH = {"sink": 20, "softcap": 56, "return_lse": 18, "renormalize": 16}
 
 
 @pytest.mark.parametrize("option", FILES_WITH)

@@ -35,6 +35,7 @@ from megasoftmax import (
 )
 from megasoftmax.explain.attention import explain_attention
 from megasoftmax.explain.softmax import explain
+from megasoftmax.explain.topk import explain_topk
 
 INF, NAN = math.inf, math.nan
 # Most scores lie within the first. Many reach the second, where tanh is made in another way.
@@ -496,14 +497,42 @@ def test_explain() -> None:
         assert not found.hopper
         assert "a softcap beside a bias" in found.why
     assert not explain_attention(2048, 8, 49, 32, softcap=True).several_heads
-    assert explain(64, 2048, torch.bfloat16, softcap=True).kind == "bias or ragged mask"
+    masked = explain(64, 2048, torch.bfloat16, masked=True, softcap=True)
+    assert masked.kind == "bias or ragged mask"
     one = explain(64, 2048, torch.bfloat16, softcap=True, backward=True)
     two = explain(64, 2048, torch.bfloat16, softcap=True, backward=True, bias_gradient=True)
     assert (one.kind, one.launches, two.kind, two.launches) == (
-        "dropped",
+        "contiguous",
         1,
         "dropped bias gradient",
         2,
     )
     assert (one.bytes_written, two.bytes_written) == (2**18, 3 * 2**18)
     assert two.reasons[-1].endswith("another launch makes that of the scores")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(64, 128_256), (4096, 4096), (2**20, 256), (4, 2**20)]
+)
+def test_rows_with_a_softcap_alone_have_the_regimes_of_others(
+    rows: int, columns: int, backward: bool
+) -> None:
+    for options in ({}, {"causal": True, "queries": rows}):
+        for dtype in DTYPES:
+            found, plain = (
+                explain(rows, columns, dtype, softcap=softcap, backward=backward, **options)
+                for softcap in (True, False)
+            )
+            assert (found.kind, found.index) == (plain.kind, plain.index)
+    assert explain(rows, 24, torch.bfloat16, softcap=True).regime.storage != "tile"
+
+
+def test_topk_with_a_softcap_alone_has_the_regimes_of_others() -> None:
+    for rows, columns in ((64, 128_256), (4096, 32_000), (1, 151_936)):
+        found, plain = (
+            explain_topk(rows, columns, 50, torch.bfloat16, softcap=softcap)
+            for softcap in (True, False)
+        )
+        assert found == plain
+    assert explain_topk(2**20, 128, 8, torch.bfloat16, softcap=True).regime == "block_32"

@@ -680,6 +680,72 @@ def test_edges_of_regimes_in_rows(rows, vectors, dtype, drops):
     for count in (rows - 1, rows):
         scores = normal(count, vectors * _pack(dtype), device="cuda", dtype=dtype)
         check(scores, **(dropped(scores) if drops else {}))
+        if not drops:
+            check(scores, softcap=1.5)
+
+
+# What rows that a softcap alone bends may have besides.
+BESIDE_A_SOFTCAP = (
+    {},
+    {"causal": True},
+    {"scale": -0.7},
+    {"window": (40, 3)},
+    {"sink": 0.5},
+    {"scale": 2.0, "window": (-1, 2)},
+)
+
+
+@gpu
+@pytest.mark.parametrize("vectors", _edges())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edges_of_regimes_with_a_softcap(vectors, dtype):
+    """Such rows have the regimes of rows without it, and kernels of their own.
+
+    Scores stay below half of the softcap, reach it in some vectors, or exceed it almost everywhere.
+    """
+    full = vectors * _pack(dtype)
+    less = _straddled(full, dtype)
+    shape = (2, 3, 19) if vectors <= 80 else (1, 2, 5) if vectors <= LONG_EDGE else (1, 1, 2)
+    turn = DTYPES.index(dtype)
+    for columns in (full - less + 1, full - less + 2, full - 1, full, full + 1):
+        for size, softcap in ((1.0, 50.0), (1.0, 5.0), (9.0, 1.5)):
+            beside = BESIDE_A_SOFTCAP[turn % len(BESIDE_A_SOFTCAP)]
+            scores = size * normal(*shape, columns, device="cuda", dtype=dtype)
+            check(scores, softcap=softcap, **beside, what=f"{columns} columns")
+            turn += 1
+
+
+@gpu
+@pytest.mark.parametrize("columns", [2, 7, 64, 200, 1000, 2048, 2053, 9000, 40_000, 128_256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values_with_a_softcap(columns, dtype):
+    """Infinite scores count as the softcap, also at the bounds of rows, and NaN stays NaN."""
+    scores = normal(2, 3, 4, columns, device="cuda", dtype=dtype)
+    last = columns - 1
+    scores[0, 0, 1] = -INF
+    scores[0, 0, 2] = INF
+    scores[0, 1, 0, 0], scores[0, 1, 1, last], scores[0, 1, 2, columns // 2] = -INF, INF, -INF
+    scores[0, 2, 3, columns // 3] = NAN
+    scores[1, 0, 0, : columns // 2] = -INF
+    scores[1, 1] = 3e4
+    scores[1, 2, 1, last] = torch.finfo(dtype).max
+    for beside in BESIDE_A_SOFTCAP:
+        for softcap in (1.5, 30.0):
+            check(scores, softcap=softcap, **beside)
+            check(scores[..., 1:], softcap=softcap, **beside)
+    first = torch.randint(0, columns, (3, 4), device="cuda").int()
+    check(scores, softcap=2.0, visible=(first, None))
+    for softcap in (1e4, 0.01):  # a small part of the softcap, or many times as much
+        check(scores, softcap=softcap, causal=True)
+
+
+@gpu
+@pytest.mark.parametrize("columns", [64, 1000, 4096, 50_257])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_in_float32_with_a_softcap(columns, dtype):
+    for size in (1.0, 6.0):
+        scores = size * normal(2, 3, 5, columns, device="cuda", dtype=dtype)
+        check(scores, softcap=4.0, dtype=torch.float32)
 
 
 # Dropout: as above, in the regimes that serve it
@@ -765,6 +831,7 @@ def test_edges_of_regimes_in_a_window(vectors, dtype):
         check(scores, window=(left, 2), mask=mask, bias=bias, what=f"{visible} visible")
         check(scores[..., 3:], window=(left, 2), mask=mask[..., 3:], what=f"{visible} visible")
         check(scores, window=(left, 2), what=f"{visible} visible", **dropped(scores))
+        check(scores, window=(left, 2), softcap=1.5, what=f"{visible} visible")
 
 
 @gpu
@@ -967,6 +1034,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
         *(("plain", 2**power) for power in range(12, 21)),
         *(("plain", columns) for columns in (1536, 3072, 20000, 20001, 50257)),
         *((variant, 20000) for variant in ("mask", "bias", "gradient of bias", "causal", "sink")),
+        *(("softcap", columns) for columns in (512, 3072, 4096, 20000, 20001, 50257, 2**18)),
         *(("dropout", columns) for columns in (512, 1024, 4096, 20001, 50257, 2**18)),
     ],
 )
@@ -987,6 +1055,7 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(variant, columns,
         arguments = {name: tensor[:batches].clone() for name, tensor in of_rows.items()}
         arguments |= {"scale": 0.7, "causal": variant == "causal", "seed": seed}
         arguments["sink"] = 0.5 if variant == "sink" else None
+        arguments["softcap"] = 4.0 if variant == "softcap" else None
         arguments["dropout"] = 0.3 if variant == "dropout" else 0.0
         learns = variant == "gradient of bias"
         rows = (scores[:batches].clone(), g[:batches], h[:batches])
@@ -1080,7 +1149,7 @@ def test_contiguous_rows_have_the_bits_of_parts_of_longer_rows(dtype, columns):
     wide[3, columns - 1] = INF
     part = wide[:, :columns]
     for rows in (2, 5):  # a single row would be kContiguous in either tensor
-        for call in ({}, {"scale": -0.3, "dtype": torch.float32}):
+        for call in ({}, {"scale": -0.3, "dtype": torch.float32}, {"softcap": 1.5}):
             results = [
                 megasoftmax.softmax(scores, return_lse=True, fused=True, **call)
                 for scores in (part[-rows:].clone(), part[-rows:])

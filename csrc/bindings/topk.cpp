@@ -72,7 +72,7 @@ void set_logits(TopkParams& params, Tensor& logits, double scale, double softcap
     params.bias.type = dtype_of(bias->scalar_type(), "bias");
   }
   static_cast<LogitOptions&>(params) = logit_options(scale, softcap);
-  check(!row_scale || !params.takes_bias_instance(),
+  check(!row_scale || (!bias && params.are_linear()),
         "row_scale must be None with a bias or a softcap");
   if (row_scale) params.scale = 1;
   params.row_scale = of_rows<float>(row_scale, logits, "row_scale");

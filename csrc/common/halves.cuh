@@ -58,6 +58,23 @@ struct Halves {
     }
 #endif
   }
+  // Float16 infinities become the largest finite numbers, and larger bfloat16 numbers 2^63. NaN
+  // stays.
+  __device__ static uint32_t made_finite(uint32_t a) {
+    constexpr uint32_t kLargest = std::is_same_v<T, __half> ? 0x7bffu : 0x5f00u;
+    constexpr uint32_t kNegative = kLargest | 0x8000u;
+#if __CUDA_ARCH__ >= 800
+    return word(
+        __hmax2_nan(__hmin2_nan(pair(a), pair(kLargest * 0x10001u)), pair(kNegative * 0x10001u)));
+#else
+    constexpr uint32_t kInfinity = std::is_same_v<T, __half> ? 0x7c00u : 0x7f80u;
+    const auto finite = [](uint32_t half) {
+      const uint32_t magnitude = half & 0x7fffu;
+      return magnitude > kLargest && magnitude <= kInfinity ? (half & 0x8000u) | kLargest : half;
+    };
+    return finite(a & 0xffffu) | finite(a >> 16) << 16;
+#endif
+  }
   // All bits of the halves that are not below those of `least`; none of NaN.
   __device__ static uint32_t reaching(uint32_t a, uint32_t least) {
     if constexpr (std::is_same_v<T, __half> || kIsAmpere) {

@@ -96,9 +96,12 @@ struct LogitOptions {
 
   // What scores are multiplied by, before a bias: the scale, or the softcap if they are its tanh.
   __host__ __device__ float factor() const { return softcap.is_given() ? softcap.cap : scale; }
+  // The magnitude of the factor within tanh.
+  float inner() const { return std::fabs(softcap.inner); }
   // Whether logits are scores times the scale, but for a bias.
   __host__ __device__ bool are_linear() const { return !softcap.is_given(); }
-  bool have_only_scale() const { return !sink.is_given && are_linear(); }
+  bool have_no_sink() const { return !sink.is_given; }
+  bool have_only_scale() const { return have_no_sink() && are_linear(); }
   bool differ_by_head() const { return sink.data != nullptr && sink.stride != 0; }
 };
 

@@ -47,7 +47,7 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
   constexpr int kGroup = std::min(kShape.threads_per_row, 32) * kElements;
   using Biases = BiasGradientOf<kShape, kElements>;
   using Grid = typename Inputs::Entries::template Grid<kElements>;
-  constexpr bool kIsPair = Inputs::kMakes && !Biases::kPresent && kShape.may_hold_pairs();
+  constexpr bool kIsPair = Inputs::kMayDrop && !Biases::kPresent && kShape.may_hold_pairs();
   constexpr bool kIsWindowed = rows_of_shape(kBackwardRegimes, kKernel) == kWindowed;
   ZeroBlock zeros;
   if constexpr (kIsWindowed) zeros = ZeroBlock::make<kShape.threads()>();
@@ -214,7 +214,16 @@ __device__ __forceinline__ void backward_in_segments(const BackwardParams& param
   // Returns the sum of their products.
   const auto make_inputs = [&](const Taken& of, const Inputs& inputs, int first, Pack<T>* packs) {
     float sum = 0.f;
-    if constexpr (Inputs::kMakes) {
+    if constexpr (Inputs::kMakes && !Inputs::kMayDrop && kRereads) {
+#pragma unroll 1  // their kernels make them in two places
+      for (int i = 0; i < kVectors; ++i) {
+        const int at = first + i * kStride;
+        Pack<T> g[1] = {packs[i * 32]}, p[1] = {packs[kWarpTileVectors + i * 32]};
+        sum += inputs.template make<32, false, true>({at, of.part.bounds.end, {}}, g, p);
+        packs[i * 32] = g[0];
+        packs[kWarpTileVectors + i * 32] = p[0];
+      }
+    } else if constexpr (Inputs::kMakes) {
       Pack<T> g[kVectors], p[kVectors];
       load_kept(packs, g);
       load_kept(packs + kWarpTileVectors, p);

@@ -1,5 +1,5 @@
 #pragma once
-// Rows of a contiguous tensor with nothing but a scale (Rows::kContiguous,
+// Rows of a contiguous tensor with nothing but a scale or a softcap (Rows::kContiguous,
 // Rows::kContiguousRagged), by the formulas of forward.cuh and backward.cuh.
 //
 // A row has a warp for each of its segments, which stays in registers. These warps are a block, or
@@ -32,6 +32,9 @@ struct ContiguousRows {
   float scale;
   float of_empty;  // forward: a probability of a row of which nothing is visible
   DType result_type;
+  // With a softcap. Backward, `probabilities` are scores.
+  Softcap softcap;
+  const float* read_log_sum_exp;
 };
 
 // For which the compiler leaves registers.
@@ -128,6 +131,22 @@ struct ContiguousPart {
       const int at = column + distance(i);
       if (rows.scale < 0 && (has(i) || is_cut(i))) scores[i].flip_signs();
       if (is_cut(i)) scores[i].template fill_outside<Pack<T>::kLowestWord>(-at, rows.columns - at);
+    }
+  }
+  // Infinite scores become finite, see capped.cuh.
+  __device__ void make_scores_finite(Pack<T> (&scores)[kVectors]) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (has(i) || is_cut(i)) make_finite(scores[i]);
+    }
+  }
+  // Zeros to the lanes of vector i that lie beside the row.
+  __device__ void clear_outside(int i, Pack<T>& pack) const {
+    const int at = column + distance(i);
+    if (is_cut(i)) {
+      pack.template fill_outside<0>(-at, rows.columns - at);
+    } else if (!has(i)) {
+      pack = {};
     }
   }
   __device__ float load_single(const void* data, float missing) const {
@@ -240,7 +259,7 @@ __device__ inline void forget_elements(Pack<T, kElements> (&packs)[kVectors], bo
   }
 }
 
-template <class T, int kKernel, bool kIsWhole>
+template <class T, class Bias, int kKernel, bool kIsWhole>
 __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
                                   (contiguous_blocks_per_sm(kForwardKernel<kKernel>)))
     contiguous_forward_kernel(const __grid_constant__ ContiguousRows rows) {
@@ -250,16 +269,32 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
   part.load(rows.input, Pack<T>::lowest(), raw);
   float single = Part::kHasSingles ? part.load_single(rows.input, -INFINITY) : -INFINITY;
   part.begin_exchange();
-  const Exponent exponent{fabsf(rows.scale) * kLog2E};
+  const Exponent exponent{Bias::kCaps ? 1.f : fabsf(rows.scale) * kLog2E};
+  [[maybe_unused]] const CappedLogits<T> capped(rows.softcap, true);
+  if constexpr (Bias::kCaps) {
+    if (!capped.are_small(largest_magnitude(raw))) part.make_scores_finite(raw);
+  }
   part.prepare(raw);
   if (rows.scale < 0 && part.single >= 0) single = -single;
-  const float least = Part::kHasSingles ? fmaxf(single, kLowest) : kLowest;
+  float least = Part::kHasSingles ? fmaxf(single, kLowest) : kLowest;
+  if (Bias::kCaps && part.single < 0) least = -INFINITY;
   MaxAndSum mine{part.max_of_segment(fmaxf(largest_lane(raw), least)), 0.f};
+  [[maybe_unused]] float z[Part::kVectors][Part::kElements];  // that a softcap caps
+  if constexpr (Bias::kCaps) {
+    mine.max = capped.of_largest(mine.max);
+    if (part.single >= 0) single = capped.of_single(single);
+#pragma unroll
+    for (int i = 0; i < Part::kVectors; ++i) capped.template of<true>(raw[i], z[i]);
+  }
+  const auto logit = [&](int i, int j) {
+    if constexpr (Bias::kCaps) return z[i][j];
+    return raw[i][j];
+  };
   float e[Part::kVectors][Part::kElements], sums[Part::kVectors];
 #pragma unroll
   for (int i = 0; i < Part::kVectors; ++i) {
 #pragma unroll
-    for (int j = 0; j < Part::kElements; ++j) e[i][j] = exponent(raw[i][j], mine.max);
+    for (int j = 0; j < Part::kElements; ++j) e[i][j] = exponent(logit(i, j), mine.max);
     sums[i] = reduce_pairwise(e[i], [](float a, float b) { return a + b; });
   }
   const float of_single = Part::kHasSingles ? exponent(single, mine.max) : 0.f;
@@ -273,12 +308,13 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
                                                 : NAN;
   if constexpr (Part::kHasSegments) {
     // Rows that wait in shared memory have the same bits.
-    forget_elements(raw, rows.segments < 0);
+    if constexpr (!Bias::kCaps) forget_elements(raw, rows.segments < 0);
     const float log2_factor = log2f(factor);
     const auto probability = [&](float z) {
+      if constexpr (Bias::kCaps) return exp2_approximate(z + (log2_factor - mine.max));
       return exp2_approximate(fmaf(z - mine.max, exponent.c, log2_factor));
     };
-    part.store([&](int i, int j) { return probability(raw[i][j]); },
+    part.store([&](int i, int j) { return probability(logit(i, j)); },
                [&] { return probability(single); });
   } else {
     part.store([&](int i, int j) { return e[i][j] * factor; }, [&] { return of_single * factor; });
@@ -291,7 +327,7 @@ constexpr bool has_one_vector_per_lane(const KernelShape& shape) {
   return shape.threads_per_row * shape.vectors_per_thread <= 8;
 }
 
-template <class T, int kKernel>
+template <class T, class Bias, int kKernel>
 __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
                                   (contiguous_blocks_per_sm(kForwardKernel<kKernel>)))
     short_contiguous_forward_kernel(const __grid_constant__ ContiguousRows rows) {
@@ -320,18 +356,27 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
       if (has(i)) raw[i].flip_signs();
     }
   }
-  const Exponent exponent{fabsf(rows.scale) * kLog2E};
+  const Exponent exponent{Bias::kCaps ? 1.f : fabsf(rows.scale) * kLog2E};
+  [[maybe_unused]] const CappedLogits<T> capped(rows.softcap, true);
   MaxAndSum totals[kRows];
   float e[kRows][kElements];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const Pack<T> vector[1] = {raw[i]};
-    totals[i].max = warp_max<kLanes>(fmaxf(largest_lane(vector), kLowest));
+    if constexpr (Bias::kCaps) {
+      if (has(i)) make_finite(raw[i]);
+      capped.template of<true>(raw[i], e[i]);
+      float max = reduce_pairwise(e[i], [](float a, float b) { return fmaxf(a, b); });
+      totals[i].max = warp_max<kLanes>(fmaxf(max, kLowest));
+    } else {
+      const Pack<T> vector[1] = {raw[i]};
+      totals[i].max = warp_max<kLanes>(fmaxf(largest_lane(vector), kLowest));
+    }
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < kElements; ++j) e[i][j] = exponent(raw[i][j], totals[i].max);
+    for (int j = 0; j < kElements; ++j)
+      e[i][j] = exponent(Bias::kCaps ? e[i][j] : raw[i][j], totals[i].max);
     totals[i].sum = reduce_pairwise(e[i], [](float a, float b) { return a + b; });
   }
 #pragma unroll
@@ -356,7 +401,7 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
   });
 }
 
-template <class T, int kKernel, bool kIsWhole>
+template <class T, class Bias, int kKernel, bool kIsWhole>
 __global__ void __launch_bounds__(kBackwardKernel<kKernel>.threads(),
                                   (contiguous_blocks_per_sm(kBackwardKernel<kKernel>)))
     contiguous_backward_kernel(const __grid_constant__ ContiguousRows rows) {
@@ -369,13 +414,30 @@ __global__ void __launch_bounds__(kBackwardKernel<kKernel>.threads(),
   if constexpr (Part::kHasSingles) {
     single_g = part.load_single(rows.input, 0.f);
     single_p = part.load_single(rows.probabilities, 0.f);
-    if (single_p == 0.f) single_g = 0.f;
+    if (!Bias::kCaps && single_p == 0.f) single_g = 0.f;
   }
   part.begin_exchange();
   float sums[Part::kVectors];
+  [[maybe_unused]] float single_slope = 1.f;
+  if constexpr (Bias::kCaps) {
+    const int64_t row = min(part.row, int64_t{rows.rows} - 1);
+    const CappedProbabilities<T> capped(rows.softcap, rows.read_log_sum_exp[row]);
 #pragma unroll
-  for (int i = 0; i < Part::kVectors; ++i) sums[i] = dot(g[i], p[i]);
+    for (int i = 0; i < Part::kVectors; ++i) {
+      Pack<T> sloped;
+      p[i] = capped.of(p[i], sloped);
+      part.clear_outside(i, p[i]);
+      sums[i] = dot(g[i], p[i]);
+      p[i] = sloped;
+    }
+    if (part.single >= 0) single_p = capped.of_single(single_p, single_slope);
+    if (single_p == 0.f) single_g = 0.f;
+  } else {
+#pragma unroll
+    for (int i = 0; i < Part::kVectors; ++i) sums[i] = dot(g[i], p[i]);
+  }
   float d = part.sum_of_segment(sums, __fmul_rn(single_p, single_g));
+  if (Bias::kCaps) single_p *= single_slope;
   if (Part::kHasSegments) d = sum_segments<1>(part.exchange({0.f, d}), rows.segments);
   if (rows.log_sum_exp_gradient != nullptr && part.row < rows.rows)
     d -= rows.log_sum_exp_gradient[part.row];
@@ -407,7 +469,7 @@ cudaError_t launch_contiguous(Kernel&& kernel_of, const RowShape& shape, Contigu
   const int blocks = plan.schedule.blocks_per_row;
   rows.rows = static_cast<int>(params.shape.queries);
   rows.columns = static_cast<int>(params.shape.columns);
-  rows.scale = params.scale;
+  rows.softcap = params.softcap;
   rows.segments = plan.schedule.max_segments;
   rows.blocks_per_row = blocks;
   const int64_t owners = divide_up<int64_t>(params.shape.queries, shape.rows_per_block);
@@ -416,10 +478,11 @@ cudaError_t launch_contiguous(Kernel&& kernel_of, const RowShape& shape, Contigu
                 stream, rows);
 }
 
-template <class T, int kIndex>
+template <class T, class Bias, int kIndex>
 cudaError_t launch_contiguous_forward(const ForwardParams& params, const Plan& plan,
                                       cudaStream_t stream) {
   ContiguousRows rows = {};
+  rows.scale = params.scale;
   rows.input = params.scores.data;
   rows.result = params.probabilities;
   rows.result_type = params.probabilities_type;
@@ -428,9 +491,9 @@ cudaError_t launch_contiguous_forward(const ForwardParams& params, const Plan& p
   const auto kernel = []<bool kIsWhole>() {
     constexpr int kKernel = kernel_of(kForwardShapes, kIndex);
     if constexpr (has_one_vector_per_lane(kForwardKernel<kKernel>)) {
-      return short_contiguous_forward_kernel<T, kKernel>;
+      return short_contiguous_forward_kernel<T, Bias, kKernel>;
     } else {
-      return contiguous_forward_kernel<T, kKernel, kIsWhole>;
+      return contiguous_forward_kernel<T, Bias, kKernel, kIsWhole>;
     }
   };
   constexpr unsigned kServed = rows_of_shape(kForwardRegimes, kIndex);
@@ -438,17 +501,19 @@ cudaError_t launch_contiguous_forward(const ForwardParams& params, const Plan& p
                                                                params, plan, stream);
 }
 
-template <class T, int kIndex>
+template <class T, class Bias, int kIndex>
 cudaError_t launch_contiguous_backward(const BackwardParams& params, const Plan& plan,
                                        cudaStream_t stream) {
   ContiguousRows rows = {};
+  rows.scale = Bias::kCaps ? params.scale / kRaisedSlope<T> : params.scale;
   rows.input = params.gradient.data;
   rows.probabilities = params.probabilities.data;
   rows.result = params.scores_gradient;
   rows.result_type = params.scores_gradient_type;
   rows.log_sum_exp_gradient = params.log_sum_exp_gradient;
+  rows.read_log_sum_exp = params.log_sum_exp;
   const auto kernel = []<bool kIsWhole>() {
-    return contiguous_backward_kernel<T, kernel_of(kBackwardShapes, kIndex), kIsWhole>;
+    return contiguous_backward_kernel<T, Bias, kernel_of(kBackwardShapes, kIndex), kIsWhole>;
   };
   constexpr unsigned kServed = rows_of_shape(kBackwardRegimes, kIndex);
   return launch_contiguous<(kServed & kContiguousRagged) != 0>(kernel, kBackwardShapes[kIndex],

@@ -79,7 +79,8 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
   return with_regime(kForwardShapes, kForwardRegimes[plan.regime].shape, [&]<int kIndex>() {
     constexpr RowShape kShape = kForwardShapes[kIndex];
     constexpr unsigned kPossible =
-        Mask::kDrops     ? kDropped
+        Mask::kDrops  ? kDropped
+        : Bias::kCaps ? kUnmasked | kRagged | kLimited | kWindowed | kContiguous | kContiguousRagged
         : Bias::kPresent ? kBiasOrRaggedMask | kWindowed
         : Mask::kPresent ? kMasked | kBiasOrRaggedMask | kWindowed
         : Mask::kMayHaveRange
@@ -90,7 +91,7 @@ cudaError_t launch_forward(const ForwardParams& params, const Plan& plan, cudaSt
     } else if constexpr (kShape.storage == Storage::kTile) {
       return launch_flat_forward<T>(params, stream);
     } else if constexpr (kShape.storage == Storage::kContiguous) {
-      return launch_contiguous_forward<T, kIndex>(params, plan, stream);
+      return launch_contiguous_forward<T, Bias, kIndex>(params, plan, stream);
     } else {
       return launch_rows(softmax_forward_kernel<T, Mask, Bias, kernel_of(kForwardShapes, kIndex)>,
                          kShape.kernel(), plan, stream, params);
@@ -133,6 +134,12 @@ cudaError_t softmax_forward_instance(const ForwardParams& params, const Plan& pl
                                     : launch_forward<T, NoMask, NoBias>(params, plan, stream);
 }
 
+template <class T>
+cudaError_t softmax_capped_forward_instance(const ForwardParams& params, const Plan& plan,
+                                            cudaStream_t stream) {
+  return launch_forward<T, NoMask, CapAlone>(params, plan, stream);
+}
+
 // Few instances, because the slowest step, the bits of dropout, is the same in all.
 template <class T>
 cudaError_t softmax_dropout_forward_instance(const ForwardParams& params, const Plan& plan,
@@ -151,16 +158,17 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
     using T = typename Inputs::Element;
     using Biases = BiasGradientOf<kShape.kernel(), kPackElements<T>>;
     constexpr unsigned kPossible =
-        Inputs::kMakes ? (Biases::kPresent ? kDroppedBiasGradient : kDropped)
-                       : (Biases::kPresent ? kBiasGradient
-                                           : kUnmasked | kRagged | kLimited | kWindowed | kTiny |
-                                                 kContiguous | kContiguousRagged);
+        Inputs::kMayDrop   ? (Biases::kPresent ? kDroppedBiasGradient : kDropped)
+        : Biases::kPresent ? kBiasGradient
+                           : kUnmasked | kRagged | kLimited | kWindowed | kContiguous |
+                                 kContiguousRagged | (Inputs::kMakes ? 0u : kTiny);
     if constexpr ((rows_of_shape(kBackwardRegimes, kIndex) & kPossible) == 0) {
       return cudaErrorInvalidValue;  // never chosen
     } else if constexpr (kShape.storage == Storage::kTile) {
       return launch_flat_backward<T>(params, stream);
     } else if constexpr (kShape.storage == Storage::kContiguous) {
-      return launch_contiguous_backward<T, kIndex>(params, plan, stream);
+      using Bias = std::conditional_t<Inputs::kMakes, CapAlone, NoBias>;
+      return launch_contiguous_backward<T, Bias, kIndex>(params, plan, stream);
     } else {
       return launch_rows(
           softmax_backward_kernel<Inputs, BiasGradientOf, kernel_of(kBackwardShapes, kIndex)>,
@@ -175,6 +183,12 @@ cudaError_t softmax_backward_instance(const BackwardParams& params, const Plan& 
   using Inputs = ProbabilitiesRead<T>;
   return !params.has_bias_gradient ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
                                    : launch_backward<Inputs, BiasGradient>(params, plan, stream);
+}
+
+template <class T>
+cudaError_t softmax_capped_backward_instance(const BackwardParams& params, const Plan& plan,
+                                             cudaStream_t stream) {
+  return launch_backward<CappedScoresRead<T>, NoBiasGradient>(params, plan, stream);
 }
 
 template <class T>

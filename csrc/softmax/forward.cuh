@@ -18,7 +18,7 @@ namespace megasoftmax {
 
 // Instances of masks and biases look for ranges too, where they are given.
 template <class Mask, class Bias>
-inline constexpr bool kMayHaveRange = Mask::kMayHaveRange || Bias::kPresent;
+inline constexpr bool kMayHaveRange = Mask::kMayHaveRange || Bias::kPresent || Bias::kCaps;
 
 template <class Mask>
 using EntriesOf = std::conditional_t<Mask::kDrops, KeptEntries, AllEntries>;
@@ -84,6 +84,15 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   if constexpr (Bias::kPresent) {
     logits.template of<kStride, false>(params, first, extent, column, raw, z);
     accumulate<kStride>(mine, true, largest<kStride>(z, first, end), z, z, first, end, exponent);
+  } else if constexpr (Bias::kCaps) {
+    const CappedLogits<T> capped(params);
+    logits.template exclude<kStride, false>(params, first, extent, column, raw);
+    const float max = capped.of_largest(fmaxf(largest_lane(raw), -INFINITY));
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (first + i * kStride < end) capped.template of<true>(raw[i], z[i]);
+    }
+    accumulate<kStride>(mine, true, max, z, z, first, end, exponent);
   } else {
     logits.template exclude<kStride, false>(params, first, extent, column, raw);
     accumulate<kStride>(mine, true, largest_lane(raw), raw, z, first, end, exponent);
@@ -219,11 +228,17 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
       }
     }
   };
+  const auto capped_logits = [&] { return CappedLogits<T>(params); };
+  // Whether a polynomial caps these scores, if they are capped.
+  const auto are_small = [&](const Pack<T>(&raw)[kVectors]) {
+    if constexpr (Bias::kCaps) return capped_logits().are_small(largest_magnitude(raw));
+    return true;
+  };
   // Logits of scores as they were copied, also to where they are kept.
   const auto prepare = [&](const Taken& of, int first, const MaskVectors& excluded,
                            Pack<T>(&raw)[kVectors], Pack<T>* packs) {
     if (of.scores.inside.contains(first, kTileColumns)) {
-      if (!Mask::kPresent && params.scale >= 0) return;
+      if (!Mask::kPresent && params.scale >= 0 && are_small(raw)) return;
       of.logits.template prepare<kStride, true>(params, column_of(first), excluded, raw);
     } else {
       of.logits.template prepare<kStride, false>(params, column_of(first), excluded, raw);
@@ -275,6 +290,7 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
         load_kept(kept(place), raw);
         prepare(of, first, excluded, raw, kept(place));
       }
+      if constexpr (Bias::kCaps) return sum_of_capped(raw, capped_logits(), before);
       return sum_of(raw, exponent, before);
     }
   };
@@ -291,6 +307,7 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
       const RowWriter<decltype(tag), kElements> writer(params.probabilities, of.row.first_element,
                                                        columns);
       const auto probability = [&](float z) {
+        if constexpr (Bias::kCaps) return exp2_approximate(z + (log2_factor - total.max));
         return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
       };
       const auto store = [&](int at, const Kept& kept, int i, float (&p)[kElements]) {
@@ -331,12 +348,16 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
             load_mask(of, first, excluded);
             prepare(of, first, excluded, raw, packs);
           }
-          if (is_regular && first >= 0 && first + kTileColumns <= columns) {
+          bool is_plain = is_regular;
+          if constexpr (Bias::kCaps) is_plain = is_regular && are_small(raw);
+          if (is_plain && first >= 0 && first + kTileColumns <= columns) {
             auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) {
+              if constexpr (Bias::kCaps) capped_logits().of_small(raw[i], p);
 #pragma unroll
-              for (int j = 0; j < kElements; ++j) p[j] = probability(raw[i][j]);
+              for (int j = 0; j < kElements; ++j)
+                p[j] = probability(Bias::kCaps ? p[j] : raw[i][j]);
               auto pack = writer.round(p);
               kept_entries.drop(i, pack);
               if (has_hint) {
@@ -351,8 +372,9 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
               const int at = column + i * kStride;
               if (at >= columns) break;
               const Pack<T> pack = packs[i * 32];
+              if constexpr (Bias::kCaps) capped_logits().template of<true>(pack, p);
 #pragma unroll
-              for (int j = 0; j < kElements; ++j) p[j] = probability(pack[j]);
+              for (int j = 0; j < kElements; ++j) p[j] = probability(Bias::kCaps ? p[j] : pack[j]);
               store(at, kept_entries, i, p);
             }
           }

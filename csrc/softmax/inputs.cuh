@@ -22,7 +22,7 @@ __device__ inline float dot(Pack<T, kElements>& g, const Pack<T, kElements>& p) 
 template <class T>
 struct ProbabilitiesRead {
   using Element = T;
-  static constexpr bool kMakes = false;
+  static constexpr bool kMakes = false, kMayDrop = false;
   using Entries = AllEntries;
   static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
   // What gradients are multiplied by.
@@ -36,19 +36,21 @@ struct ProbabilitiesRead {
                                VectorGrid<kPackElements<T>>) {}
 };
 
+// What a slope of 1 of a softcap is in products with probabilities: those of float16 are raised,
+// because it has no small numbers.
+template <class T>
+inline constexpr float kRaisedSlope = std::is_same_v<T, __half> ? 16384.f : 1.f;
+
 // p = exp(z - lse), rounded to T, as probabilities that are read.
 template <class T, class Mask, class Bias>
 struct ProbabilitiesMadeAgain {
   using Element = T;
-  static constexpr bool kMakes = true;
+  static constexpr bool kMakes = true, kMayDrop = true;
   using Entries = KeptEntries;
   static constexpr int kElements = kPackElements<T>;
   static constexpr int blocks_per_sm(int of_regime) {
     return Bias::blocks_per_sm(Mask::blocks_per_sm(of_regime));
   }
-  // Probabilities times slopes of a softcap: those of float16 are raised, because it has no small
-  // numbers.
-  static constexpr float kRaise = std::is_same_v<T, __half> ? 16384.f : 1.f;
   __device__ static float factor(const BackwardParams& params) {
     return KeptEntries::factor(params);
   }
@@ -59,7 +61,7 @@ struct ProbabilitiesMadeAgain {
   // What makes gradients of scores of those of logits.
   template <bool kOfScores>
   __device__ static float scale(const BackwardParams& params) {
-    return has_slopes<kOfScores>(params) ? params.scale / kRaise : params.scale;
+    return has_slopes<kOfScores>(params) ? params.scale / kRaisedSlope<T> : params.scale;
   }
 
   const BackwardParams& params;
@@ -105,7 +107,7 @@ struct ProbabilitiesMadeAgain {
       float slopes[kElements];
       find_slopes(raw[0], params.softcap, slopes);
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) slopes[j] *= kRaise * p[0][j];
+      for (int j = 0; j < kElements; ++j) slopes[j] *= kRaisedSlope<T> * p[0][j];
       scores[i] = Pack<T>::round(slopes);
     }
     return sum;
@@ -125,6 +127,95 @@ struct ProbabilitiesMadeAgain {
       const bool is_empty = log_sum_exp == -INFINITY && params.can_exclude;
       fill_visible(is_empty ? 0.f : NAN, logits.bounds, logits.mask, column, z);
     }
+  }
+};
+
+// p = exp(z - lse) of rows that a softcap alone bends, and p times the slopes of the softcap.
+template <class T>
+class CappedProbabilities {
+ public:
+  __device__ CappedProbabilities(const Softcap& softcap, float log_sum_exp)
+      : logits_(softcap, false),
+        to_tanh_(logits_.to_tanh()),
+        rest_(log_sum_exp == -INFINITY ? 0.f : log_sum_exp * -kLog2E) {}
+
+  // Rounded to T, as probabilities that are read. What lies outside the bounds is unspecified.
+  template <int kElements>
+  __device__ __forceinline__ Pack<T, kElements> of(const Pack<T, kElements>& scores,
+                                                   Pack<T, kElements>& sloped) const {
+    float z[kElements], p[kElements];
+    logits_.template of<false>(scores, z);
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) {
+      p[j] = exp2_approximate(z[j] + rest_);
+      z[j] = p[j] * raised_slope(z[j]);
+    }
+    sloped = Pack<T, kElements>::round(z);
+    return Pack<T, kElements>::round(p);
+  }
+  __device__ float of_single(float score, float& slope) const {
+    const float z = logits_.of_single(score);
+    slope = raised_slope(z);
+    return to_float(from_float<T>(exp2_approximate(z + rest_)));
+  }
+
+ private:
+  __device__ float raised_slope(float z) const {
+    return slope_of_tanh(z * to_tanh_) * kRaisedSlope<T>;
+  }
+
+  CappedLogits<T> logits_;
+  float to_tanh_, rest_;
+};
+
+// Inputs of such rows: scores are read.
+template <class T>
+struct CappedScoresRead {
+  using Element = T;
+  static constexpr bool kMakes = true, kMayDrop = false;
+  using Entries = AllEntries;
+  static constexpr int kElements = kPackElements<T>;
+  static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
+  __device__ static constexpr float factor(const BackwardParams&) { return 1.f; }
+  template <bool kOfScores>
+  __device__ static float scale(const BackwardParams& params) {
+    return params.scale / kRaisedSlope<T>;
+  }
+
+  const Softcap& softcap;
+  Bounds bounds;
+  float log_sum_exp;
+
+  __device__ CappedScoresRead(const BackwardParams& params, const RowIndex& index,
+                              const Bounds& bounds, VectorGrid<kElements>)
+      : softcap(params.softcap),
+        bounds(bounds),
+        log_sum_exp(params.log_sum_exp[index.row(params.shape)]) {}
+
+  // As ProbabilitiesMadeAgain::make.
+  template <int kLanes, bool kIsPair, bool kOfScores, int kVectors>
+  __device__ float make(const Extent& extent, Pack<T> (&gradients)[kVectors],
+                        Pack<T> (&scores)[kVectors]) const {
+    static_assert(!kIsPair && kOfScores);
+    const CappedProbabilities<T> capped(softcap, log_sum_exp);
+    constexpr int kStride = kLanes * kElements;
+    const int column = extent.first_column + static_cast<int>(threadIdx.x % kLanes) * kElements;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = column + i * kStride;
+      Pack<T> sloped = {};
+      if (extent.first_column + i * kStride < extent.end) {
+        Pack<T> p = capped.of(scores[i], sloped);
+        if (!bounds.contains(at, kElements)) {
+          p.template fill_outside<0>(bounds.begin - at, bounds.end - at);
+          sloped.template fill_outside<0>(bounds.begin - at, bounds.end - at);
+        }
+        sum += dot(gradients[i], p);
+      }
+      scores[i] = sloped;
+    }
+    return sum;
   }
 };
 

@@ -4,6 +4,7 @@
 
 #include "../common/reduce.cuh"
 #include "../common/softcap.cuh"
+#include "capped.cuh"
 #include "denominator.cuh"
 #include "row_vectors.cuh"
 
@@ -91,7 +92,8 @@ struct Logits {
     }
   }
 
-  // Logits without a bias, in the type of the scores. Groups that are skipped are -inf.
+  // Logits without a bias, in the type of the scores. Groups that are skipped are -inf. Those that
+  // a softcap caps remain scores, which are finite where they are not excluded.
   template <int kStride, bool kInside, class Params, int kVectors>
   __device__ void exclude(const Params& params, int first, const Extent& extent, int column,
                           Pack<T> (&raw)[kVectors]) const {
@@ -99,6 +101,10 @@ struct Logits {
     [[maybe_unused]] MaskBytes<kElements> excluded[kVectors];
     if constexpr (Mask::kPresent)
       mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
+    if constexpr (Bias::kCaps) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) make_finite(raw[i]);
+    }
     if (params.scale < 0) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) raw[i].flip_signs();
@@ -132,6 +138,7 @@ struct Logits {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int at = column + i * kStride;
+      if constexpr (Bias::kCaps) make_finite(raw[i]);
       if (params.scale < 0) raw[i].flip_signs();
       if constexpr (Mask::kPresent) excluded[i].lower(raw[i]);
       if (!kInside && !bounds.contains(at, kElements))
@@ -143,6 +150,7 @@ struct Logits {
 // exp(z - max z) of the logits that Logits makes.
 template <class Bias>
 __device__ inline Exponent exponent_of(const ForwardParams& params) {
+  if constexpr (Bias::kCaps) return {1.f};
   return {Bias::kPresent ? kLog2E : fabsf(params.scale) * kLog2E};
 }
 
@@ -189,6 +197,23 @@ __device__ inline MaxAndSum sum_of(const Pack<T, kElements> (&raw)[kVectors], Ex
     float e[kElements];
 #pragma unroll
     for (int j = 0; j < kElements; ++j) e[j] = exponent(raw[i][j], result.max);
+    result.sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
+  }
+  return result;
+}
+
+// The same of scores that a softcap caps, in units of exp2.
+template <class T, int kElements, int kVectors>
+__device__ inline MaxAndSum sum_of_capped(const Pack<T, kElements> (&raw)[kVectors],
+                                          const CappedLogits<T>& capped, float& other) {
+  MaxAndSum result{capped.of_largest(warp_max<32>(fmaxf(largest_lane(raw), -INFINITY))), 0.f};
+  other = warp_sum<32>(other);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    float e[kElements];
+    capped.template of<true>(raw[i], e);
+#pragma unroll
+    for (float& z : e) z = exp2_approximate(z - result.max);
     result.sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
   }
   return result;

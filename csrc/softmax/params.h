@@ -4,6 +4,7 @@
 
 #include "../common/integers.h"
 #include "../common/tensors.h"
+#include "limits.h"
 
 namespace megasoftmax {
 
@@ -52,14 +53,26 @@ struct Schedule {
   Divider queries, heads;
 };
 
+inline bool has_moderate_cap(const LogitOptions& options) {
+  return !options.are_linear() && options.factor() <= kLargestCapAlone &&
+         options.inner() >= kLeastInner && options.inner() <= kLargestInner;
+}
+
 struct ForwardParams : LogitOptions {
   Shape shape;
   Strided scores, mask, bias;
   Window window;
   VisibleRanges visible;
   Dropout dropout;
-  // Instances of a bias serve all that is not linear, and then the bias may be absent.
-  bool takes_bias_instance() const { return bias.data != nullptr || !are_linear(); }
+  // Neither bias, mask nor dropout: see capped.cuh.
+  bool are_capped_alone() const {
+    return has_moderate_cap(*this) && bias.data == nullptr && mask.data == nullptr &&
+           !dropout.is_given();
+  }
+  // Instances of a bias serve other rows that are not linear, and then the bias may be absent.
+  bool takes_bias_instance() const {
+    return bias.data != nullptr || (!are_linear() && !are_capped_alone());
+  }
 
   void* probabilities = nullptr;  // contiguous, 16-byte aligned
   DType probabilities_type = DType::kFloat32;
@@ -86,7 +99,13 @@ struct BackwardParams : LogitOptions {
   VisibleRanges visible;
   Dropout dropout;
   bool has_scores() const { return dropout.is_given() || !are_linear(); }
-  bool takes_bias_instance() const { return bias.data != nullptr || !are_linear(); }
+  bool are_capped_alone() const {
+    return has_moderate_cap(*this) && bias.data == nullptr && mask.data == nullptr &&
+           !dropout.is_given() && !has_bias_gradient;
+  }
+  bool takes_bias_instance() const {
+    return bias.data != nullptr || (!are_linear() && !are_capped_alone());
+  }
 
   void* scores_gradient = nullptr;  // contiguous, 16-byte aligned
   DType scores_gradient_type = DType::kFloat32;

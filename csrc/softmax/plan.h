@@ -67,13 +67,13 @@ Rows kind_of_rows(const Params& params, int64_t visible_vectors, int pack_elemen
   if (is_masked) return kMasked;
   if (params.is_limited) return kLimited;
   const bool may_be_contiguous =
-      params.is_contiguous && params.have_only_scale() && shape.queries == shape.rows();
+      params.is_contiguous && params.have_no_sink() && shape.queries == shape.rows();
   const bool begins_at_sectors = !is_ragged && vectors % kSectorVectors == 0;
   const bool is_better_contiguous =
       may_be_contiguous && begins_at_sectors && vectors > tiny_vectors;
   const int64_t tiny_columns = is_ragged ? kTinyRaggedColumns : kTinyColumns - 1;
-  if (params.is_contiguous && shape.columns > 0 && shape.columns <= tiny_columns &&
-      !is_better_contiguous)
+  if (params.is_contiguous && params.are_linear() && shape.columns > 0 &&
+      shape.columns <= tiny_columns && !is_better_contiguous)
     return kTiny;
   if (may_be_contiguous) return is_ragged ? kContiguousRagged : kContiguous;
   return is_ragged ? kRagged : kUnmasked;
@@ -196,8 +196,9 @@ inline Plan plan_backward(const BackwardParams& params, RowRegimes regimes, cons
     plan.vectors = divide_up<int64_t>(params.shape.columns, pack_elements);
     plan.kind = params.has_scores() ? kDroppedBiasGradient : kBiasGradient;
   } else {
-    plan.vectors = vectors_of_rows(params.shape, params.window, params.has_scores(), pack_elements);
-    plan.kind = params.has_scores()
+    const bool may_drop = params.has_scores() && !params.are_capped_alone();
+    plan.vectors = vectors_of_rows(params.shape, params.window, may_drop, pack_elements);
+    plan.kind = may_drop
                     ? kDropped
                     : kind_of_rows(params, plan.vectors, pack_elements, false, false, kUnlimited);
   }

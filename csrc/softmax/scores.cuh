@@ -197,15 +197,21 @@ struct Dropped : Mask {
 };
 
 struct NoBias {
-  static constexpr bool kPresent = false;
+  static constexpr bool kPresent = false, kCaps = false;
   static constexpr int blocks_per_sm(int of_regime) { return of_regime; }
   using Element = float;
 };
 
-// A bias in its own type; row_vectors.cuh reads it as it reads scores.
+// No bias, but capped logits of rows that nothing else changes, see capped.cuh.
+struct CapAlone : NoBias {
+  static constexpr bool kCaps = true;
+};
+
+// A bias in its own type, of logits that may be capped; row_vectors.cuh reads it as it reads
+// scores.
 template <class T>
 struct AddedBias {
-  static constexpr bool kPresent = true;
+  static constexpr bool kPresent = true, kCaps = false;
   // Its packs need registers of their own.
   static constexpr int blocks_per_sm(int of_regime) { return (of_regime + 1) / 2; }
   using Element = T;

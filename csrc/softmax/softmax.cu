@@ -37,11 +37,12 @@ cudaError_t softmax_forward(const SoftmaxForwardLaunch& launch, cudaStream_t str
   return with_dtype(params.scores.type, [&](auto tag) {
     using T = decltype(tag);
     const bool is_biased = params.takes_bias_instance(), is_masked = params.mask.data != nullptr;
-    const auto instance = params.dropout.is_given() ? softmax_dropout_forward_instance<T>
-                          : is_biased && is_masked  ? softmax_masked_biased_forward_instance<T>
-                          : is_biased               ? softmax_biased_forward_instance<T>
-                          : is_masked               ? softmax_masked_forward_instance<T>
-                                                    : softmax_forward_instance<T>;
+    const auto instance = params.are_capped_alone()   ? softmax_capped_forward_instance<T>
+                          : params.dropout.is_given() ? softmax_dropout_forward_instance<T>
+                          : is_biased && is_masked    ? softmax_masked_biased_forward_instance<T>
+                          : is_biased                 ? softmax_biased_forward_instance<T>
+                          : is_masked                 ? softmax_masked_forward_instance<T>
+                                                      : softmax_forward_instance<T>;
     return instance(params, launch.plan, stream);
   });
 }
@@ -52,7 +53,8 @@ cudaError_t softmax_backward(const SoftmaxBackwardLaunch& launch, cudaStream_t s
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   return with_dtype(params.probabilities.type, [&](auto tag) {
     using T = decltype(tag);
-    const auto instance = !params.has_scores() ? softmax_backward_instance<T>
+    const auto instance = !params.has_scores()        ? softmax_backward_instance<T>
+                          : params.are_capped_alone() ? softmax_capped_backward_instance<T>
                           : params.takes_bias_instance()
                               ? softmax_biased_dropout_backward_instance<T>
                               : softmax_dropout_backward_instance<T>;

@@ -14,7 +14,8 @@ namespace megasoftmax {
 template <class T, class Body>
 cudaError_t with_policies(const TopkParams& params, Body&& body) {
   const auto with_bias = [&]<class Mask>() {
-    if (!params.takes_bias_instance()) return body.template operator()<Mask, NoBias>();
+    if (params.bias.data == nullptr && params.are_linear())
+      return body.template operator()<Mask, NoBias>();
     if (params.bias.type == DType::kFloat32)
       return body.template operator()<Mask, AddedBias<float>>();
     return params.bias.type == params.scores.type ? body.template operator()<Mask, AddedBias<T>>()
@@ -58,7 +59,7 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
     return params.sigmoid ? launch_kernel.template operator()<ChosenBy::kSigmoidAndBias>()
                           : launch_kernel.template operator()<ChosenBy::kSoftmaxAndBias>();
   }
-  return with_policies<T>(params, [&]<class Mask, class Bias>() {
+  const auto launch_rows = [&]<class Mask, class Bias>() {
     return with_regime(kTopkRegimes, plan.regime, [&]<int kIndex>() {
       constexpr TopkRegime kRegime = kTopkRegimes[kIndex];
       const TopkSchedule& schedule = plan.schedule;
@@ -74,16 +75,19 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
       };
       constexpr int kKernel = topk_kernel_of(kIndex);
       if constexpr (!Mask::kPresent && !Bias::kPresent) {
-        if (plan.has_unit_stride)
+        if (Bias::kCaps || plan.has_unit_stride)
           return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
       }
-      if constexpr (kRegime.takes_any_row()) {
+      if constexpr (kRegime.takes_any_row() && !Bias::kCaps) {
         return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, false>);
       } else {
         return cudaErrorInvalidValue;
       }
     });
-  });
+  };
+  return params.are_capped_alone() && plan.has_unit_stride
+             ? launch_rows.template operator()<NoMask, CapAlone>()
+             : with_policies<T>(params, launch_rows);
 }
 
 template <class T>

@@ -200,6 +200,14 @@ struct TopkPart {
     } else {
       constexpr int kHalf = kSegmentVectors / 2;
       Pack<T> half[kHalf];
+      if constexpr (Bias::kCaps) {
+        CappedHalf taken = take_capped_half<0>(raw, at, is_inside, half);
+        largest = sum_capped_packs(half, taken, mine);
+        if (first + kHalf * kStride >= bounds.end) return largest;
+        taken = take_capped_half<kHalf>(raw, at, is_inside, half);
+        if (segment + 1 < segments) load_segment(segment + 1, raw);
+        return fmaxf(largest, sum_capped_packs(half, taken, mine));
+      }
       take_half<0>(raw, at, is_inside, half);
       largest = sum_packs(half, mine, exponent);
       if (first + kHalf * kStride >= bounds.end) return largest;
@@ -212,8 +220,8 @@ struct TopkPart {
 
   // The vectors from kFirst on, of those that begin at column `at`, with -inf outside the bounds,
   // and with their signs turned where the scale is negative: an operation in any case, behind which
-  // the registers of `raw` are free.
-  template <int kFirst>
+  // the registers of `raw` are free. kAreFinite: infinite scores become finite.
+  template <int kFirst, bool kAreFinite = false>
   __device__ void take_half(const Pack<T> (&raw)[kSegmentVectors], int at, bool is_inside,
                             Pack<T> (&half)[kSegmentVectors / 2]) const {
     const uint32_t flips = params.scale < 0 ? (sizeof(T) == 4 ? 0x80000000u : 0x80008000u) : 0u;
@@ -222,6 +230,7 @@ struct TopkPart {
 #pragma unroll
       for (int word = 0; word < half[i].kWords; ++word)
         half[i].words[word] = raw[kFirst + i].words[word] ^ flips;
+      if constexpr (kAreFinite) make_finite(half[i]);
     }
     if (is_inside) return;
 #pragma unroll
@@ -229,6 +238,50 @@ struct TopkPart {
       const int first = at + (kFirst + i) * kStride;
       half[i].template fill_outside<Pack<T>::kLowestWord>(bounds.begin - first, bounds.end - first);
     }
+  }
+
+  // Of rows that are capped
+  struct CappedHalf {
+    float largest;   // score
+    bool are_small;  // a polynomial serves all
+  };
+  __device__ CappedLogits<T> capped() const { return CappedLogits<T>(params); }
+  template <int kFirst>
+  __device__ __forceinline__ CappedHalf
+  take_capped_half(const Pack<T> (&raw)[kSegmentVectors], int at, bool is_inside,
+                   Pack<T> (&half)[kSegmentVectors / 2]) const {
+    take_half<kFirst>(raw, at, is_inside, half);
+    const CappedHalf taken{largest_lane(half), capped().are_small(largest_magnitude(half))};
+    if (!taken.are_small) take_half<kFirst, true>(raw, at, is_inside, half);
+    return taken;
+  }
+  // Logits are in units of exp2. Returns that of the largest score, as it will be ranked.
+  template <int kVectors>
+  __device__ __forceinline__ float sum_capped_packs(const Pack<T> (&raw)[kVectors],
+                                                    const CappedHalf& taken,
+                                                    MaxAndSum& mine) const {
+    constexpr Exponent kExponent{1.f};
+    if (taken.are_small) {
+      const float largest = capped().of_small(taken.largest);
+      const float max = raise_maximum(mine, largest, kExponent);
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        float e[kElements];
+        capped().exponents_of_small(raw[i], -max, e);
+#pragma unroll
+        for (float& z : e) z = exp2_approximate(z);
+        mine.sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
+      }
+      return largest;
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float z[kElements];
+      capped().template of<true>(raw[i], z);
+      const float of_vector = reduce_pairwise(z, [](float a, float b) { return fmaxf(a, b); });
+      mine.sum += sum_of_exponentials(z, raise_maximum(mine, of_vector, kExponent), kExponent);
+    }
+    return capped().of_single(taken.largest);
   }
 
   __device__ Pack<T> load_partial_vector(int column) const {
@@ -307,7 +360,15 @@ struct TopkPart {
   __device__ __forceinline__ void look_at_vector(const Pack<T>& raw, int first, uint64_t threshold,
                                                  Selection<kThreads>& selection) const {
     const float least = logit_of(threshold);
-    const auto z = [&](int j) { return kHasUnitStride ? raw[j] * sign() : logit(first + j); };
+    [[maybe_unused]] float ranked[kElements];
+    if constexpr (Bias::kCaps) {
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) ranked[j] = capped().of_single(raw[j] * sign());
+    }
+    const auto z = [&](int j) {
+      if constexpr (Bias::kCaps) return ranked[j];
+      return kHasUnitStride ? raw[j] * sign() : logit(first + j);
+    };
     const auto set_bits = [&](auto&& is_set) {  // without branches
       unsigned bits = 0;
 #pragma unroll kHasUnitStride ? kElements : 2
@@ -328,6 +389,7 @@ struct TopkPart {
     }
     if (kHasUnitStride) wanted &= bits_inside(first);
     selection.append(wanted, [&](int j) {
+      if constexpr (Bias::kCaps) return key_of(capped().of_single(raw.at(j) * sign()), first + j);
       return key_of(kHasUnitStride ? raw.at(j) * sign() : logit(first + j), first + j);
     });
   }
@@ -461,7 +523,8 @@ __global__ void __launch_bounds__(
     }
   }
   const RowIndex index = row_at(schedule, row);
-  const Exponent exponent{unit_of<Bias>(params, row) * kLog2E};
+  // Capped logits are in units of exp2 until they are sorted.
+  const Exponent exponent{Bias::kCaps ? 1.f : unit_of<Bias>(params, row) * kLog2E};
   const TopkPart<T, Mask, Bias, kThreads, kTopkRegimes[kRegime].vectors_per_thread, kHasUnitStride>
       part(params, schedule, index, rank);
   uint32_t delegates[2];
@@ -582,9 +645,20 @@ __global__ void __launch_bounds__(
       }
     });
   }
-  selection.for_ranked(params.k, [&](int i, uint64_t key) { selection.sorted[i] = key; });
+  selection.for_ranked(params.k, [&](int i, uint64_t key) {
+    if constexpr (Bias::kCaps) {
+      selection.sorted[i] = key_of(logit_of(key) * kLn2, column_of(key));
+    } else {
+      selection.sorted[i] = key;
+    }
+  });
   __syncthreads();
-  write_topk<Mask, kThreads>(params, index, row_of_block(), total, numbers, selection.sorted);
+  if constexpr (Bias::kCaps) {
+    const MaxAndSum capped{total.max * kLn2, total.sum};
+    write_topk<Mask, kThreads>(params, index, row_of_block(), capped, numbers, selection.sorted);
+  } else {
+    write_topk<Mask, kThreads>(params, index, row_of_block(), total, numbers, selection.sorted);
+  }
 }
 
 }  // namespace megasoftmax

@@ -33,7 +33,7 @@ struct TopkPlan {
   int64_t blocks;
   int shared_bytes;  // of a block, besides what kernels declare themselves
   int64_t workspace_bytes;
-  bool has_unit_stride;  // forward; and neither mask nor bias
+  bool has_unit_stride;  // forward; and neither mask nor bias, but perhaps capped
   TopkTiles tiles;
   TopkSchedule schedule;
 };
@@ -121,7 +121,8 @@ inline TopkPlan plan_topk_forward(const TopkForwardParams& params, const Device&
         std::max(tile_list_length(params.k) * size_of(params.scores.type) / 16, 1), kMaxTileVectors,
         tile_list_length(params.k), size_of(params.scores.type) == 2 ? 4 : 8);
   TopkPlan plan = {};
-  plan.has_unit_stride = !params.can_exclude && params.scores.column_stride == 1;
+  plan.has_unit_stride =
+      (!params.can_exclude || params.are_capped_alone()) && params.scores.column_stride == 1;
   const auto can_serve = [&](const TopkRegime& regime) {
     return params.k <= regime.threads && (plan.has_unit_stride || regime.takes_any_row());
   };

@@ -28,7 +28,7 @@ __device__ inline float logit_at(const TopkParams& params, const RowIndex& index
 // z in units of Logits: |scale| without a bias, which is NaN where a row has no scale.
 template <class Bias>
 __device__ inline float unit_of(const TopkParams& params, int64_t row) {
-  if constexpr (Bias::kPresent) return 1.f;
+  if constexpr (Bias::kPresent || Bias::kCaps) return 1.f;
   if (params.row_scale.data == nullptr) return fabsf(params.scale);
   const float scale = params.row_scale.at(row);
   return scale >= kTiniestRowScale && scale <= kLargestRowScale ? scale : NAN;

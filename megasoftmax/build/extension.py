@@ -210,6 +210,8 @@ _SECONDS = {
     "softmax_backward": 30,
     "softmax_biased_dropout_backward": 35,
     "softmax_biased_forward": 25,
+    "softmax_capped_backward": 30,
+    "softmax_capped_forward": 25,
     "softmax_dropout_backward": 15,
     "softmax_dropout_forward": 25,
     "softmax_forward": 25,

@@ -71,6 +71,7 @@ class Softmax(Drawn):
             bias=draw_broadcast(random, shape[:-1]) if chance(random, 0.4) else None,
             dropout=random.choice((0.1, 0.5)) if chance(random, 0.2) else 0.0,
             **_draw_excluded(random, shape),
+            softcap=random.choice((1.5, 8.0)) if chance(random, 0.2) else None,
         )
 
     def drops(self, data: Data) -> dict[str, Any]:
@@ -87,6 +88,7 @@ class Softmax(Drawn):
         if self.bias is not None:  # whole rows, along which kernels do not sum
             bias = data.normal((*self.bias, self.shape[-1])).to(self.dtype)
         given, drops = {"scale": self.scale, **excluding(self, data)}, self.drops(data)
+        given["softcap"] = self.softcap
         unless_fused(megasoftmax.softmax, fused, scores, bias=bias, **given, **drops)
 
         def run(fused: bool | None, *tensors: Tensor | None) -> list[Tensor]:
@@ -100,7 +102,8 @@ class Softmax(Drawn):
         p = _stored(megasoftmax.softmax(wide[0], bias=wide[1], fused=False, **given), self.dtype)
         kept = p / (1 - self.dropout)
         errors = _score_errors(p, kept, wide[2].abs(), (kept * wide[2].abs()).sum(-1, True))
-        allowed = [kept, abs(self.scale) * errors]
+        slopes = _slope_errors(wide[0] * self.scale, self.softcap)
+        allowed = [kept, abs(self.scale) * errors * slopes]
         names = ["probabilities", "gradient of scores"]
         if bias is not None:
             allowed.append(errors.sum_to_size(bias.shape))
@@ -268,8 +271,7 @@ class Topk(Drawn):
         if self.score == "sigmoid" and not self.renormalize:
             errors = p * dense
         if self.softcap is not None:
-            # 0.05: slopes may err by twice the 8 eps of tanh beside the 5e-5 that is allowed.
-            errors = errors * (1 - torch.tanh(z / self.softcap).square() + 0.05)
+            errors = errors * _slope_errors(z, self.softcap)
             z = self.softcap * torch.tanh(z / self.softcap)
         if self.score == "sigmoid":
             errors = errors * torch.sigmoid(-z)
@@ -461,6 +463,12 @@ def _score_errors(p: Tensor, kept: Tensor, incoming: Tensor, sums: Tensor) -> Te
     kept: probabilities that multiply `incoming`: with dropout, larger ones.
     """
     return kept * incoming + p * sums
+
+
+def _slope_errors(z: Tensor, softcap: float | None) -> Tensor | float:
+    """What the slope of a softcap makes of errors of gradients of z."""
+    # 0.05: slopes may err by twice the 8 eps of tanh beside the 5e-5 that is allowed.
+    return 1.0 if softcap is None else 1 - torch.tanh(z / softcap).square() + 0.05
 
 
 def _stored(p: Tensor, dtype: torch.dtype) -> Tensor:

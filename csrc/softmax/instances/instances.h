@@ -25,6 +25,12 @@ template <class T>
 cudaError_t softmax_backward_instance(const BackwardParams& params, const Plan& plan,
                                       cudaStream_t stream);
 template <class T>
+cudaError_t softmax_capped_forward_instance(const ForwardParams& params, const Plan& plan,
+                                            cudaStream_t stream);
+template <class T>
+cudaError_t softmax_capped_backward_instance(const BackwardParams& params, const Plan& plan,
+                                             cudaStream_t stream);
+template <class T>
 cudaError_t softmax_dropout_forward_instance(const ForwardParams& params, const Plan& plan,
                                              cudaStream_t stream);
 template <class T>

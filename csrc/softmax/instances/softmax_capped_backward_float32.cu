@@ -1,0 +1,3 @@
+#include "../dispatch.cuh"
+
+template megasoftmax::BackwardInstance megasoftmax::softmax_capped_backward_instance<float>;
