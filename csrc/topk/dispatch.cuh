@@ -43,6 +43,36 @@ cudaError_t launch_topk_tiles(const TopkForwardParams& params, const TopkPlan& p
   return cudaErrorInvalidValue;
 }
 
+// Rows that are no tiles.
+template <class T, class Mask, class Bias>
+cudaError_t launch_topk_rows(const TopkForwardParams& params, const TopkPlan& plan,
+                             cudaStream_t stream) {
+  return with_regime(kTopkRegimes, plan.regime, [&]<int kIndex>() {
+    constexpr TopkRegime kRegime = kTopkRegimes[kIndex];
+    const TopkSchedule& schedule = plan.schedule;
+    const Together together = schedule.is_cluster                   ? Together::kInClusters
+                              : kRegime.blocks_per_row == kWholeGpu ? Together::kAll
+                                                                    : Together::kNot;
+    // Rows beyond the largest first dimension of a grid take its second one.
+    const auto others = divide_up(params.rows, plan.blocks / schedule.blocks_per_row);
+    const dim3 grid(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(others));
+    const auto launch_kernel = [&](auto kernel) {
+      return launch(kernel, grid, dim3(plan.threads), plan.shared_bytes, together,
+                    schedule.blocks_per_row, stream, params, schedule);
+    };
+    constexpr int kKernel = topk_kernel_of(kIndex);
+    if constexpr (!Mask::kPresent && !Bias::kPresent) {
+      if (Bias::kCaps || plan.has_unit_stride)
+        return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
+    }
+    if constexpr (kRegime.takes_any_row() && !Bias::kCaps) {
+      return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, false>);
+    } else {
+      return cudaErrorInvalidValue;
+    }
+  });
+}
+
 template <class T>
 cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPlan& plan,
                                   cudaStream_t stream) {
@@ -59,35 +89,15 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
     return params.sigmoid ? launch_kernel.template operator()<ChosenBy::kSigmoidAndBias>()
                           : launch_kernel.template operator()<ChosenBy::kSoftmaxAndBias>();
   }
-  const auto launch_rows = [&]<class Mask, class Bias>() {
-    return with_regime(kTopkRegimes, plan.regime, [&]<int kIndex>() {
-      constexpr TopkRegime kRegime = kTopkRegimes[kIndex];
-      const TopkSchedule& schedule = plan.schedule;
-      const Together together = schedule.is_cluster                   ? Together::kInClusters
-                                : kRegime.blocks_per_row == kWholeGpu ? Together::kAll
-                                                                      : Together::kNot;
-      // Rows beyond the largest first dimension of a grid take its second one.
-      const auto others = divide_up(params.rows, plan.blocks / schedule.blocks_per_row);
-      const dim3 grid(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(others));
-      const auto launch_kernel = [&](auto kernel) {
-        return launch(kernel, grid, dim3(plan.threads), plan.shared_bytes, together,
-                      schedule.blocks_per_row, stream, params, schedule);
-      };
-      constexpr int kKernel = topk_kernel_of(kIndex);
-      if constexpr (!Mask::kPresent && !Bias::kPresent) {
-        if (Bias::kCaps || plan.has_unit_stride)
-          return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, true>);
-      }
-      if constexpr (kRegime.takes_any_row() && !Bias::kCaps) {
-        return launch_kernel(topk_forward_kernel<T, Mask, Bias, kKernel, false>);
-      } else {
-        return cudaErrorInvalidValue;
-      }
-    });
-  };
-  return params.are_capped_alone() && plan.has_unit_stride
-             ? launch_rows.template operator()<NoMask, CapAlone>()
-             : with_policies<T>(params, launch_rows);
+  return with_policies<T>(params, [&]<class Mask, class Bias>() {
+    return launch_topk_rows<T, Mask, Bias>(params, plan, stream);
+  });
+}
+
+template <class T>
+cudaError_t topk_capped_forward_instance(const TopkForwardParams& params, const TopkPlan& plan,
+                                         cudaStream_t stream) {
+  return launch_topk_rows<T, NoMask, CapAlone>(params, plan, stream);
 }
 
 template <class T>

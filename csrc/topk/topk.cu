@@ -41,7 +41,10 @@ cudaError_t topk_forward(const TopkForwardLaunch& launch, cudaStream_t stream) {
   if (!is_valid(params) || params.k > params.shape.columns) return cudaErrorInvalidValue;
   if (params.are_of_router() && !is_valid_router(params)) return cudaErrorInvalidValue;
   return with_dtype(params.scores.type, [&](auto tag) {
-    return topk_forward_instance<decltype(tag)>(params, launch.plan, stream);
+    using T = decltype(tag);
+    const bool is_capped = params.are_capped_alone() && launch.plan.has_unit_stride;
+    const auto instance = is_capped ? topk_capped_forward_instance<T> : topk_forward_instance<T>;
+    return instance(params, launch.plan, stream);
   });
 }
 

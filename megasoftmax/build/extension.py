@@ -218,6 +218,7 @@ _SECONDS = {
     "softmax_masked_biased_forward": 35,
     "softmax_masked_forward": 15,
     "topk_backward": 20,
+    "topk_capped_forward": 15,
     "topk_forward": 25,
 }
 
