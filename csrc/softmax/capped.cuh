@@ -45,7 +45,7 @@ class CappedLogits {
       of_large<kMayExclude>(z);
     } else {
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) z[j] = small_.of(z[j]);
+      for (int j = 0; j < kElements; ++j) z[j] = of_polynomial(z[j]);
     }
   }
   // Of scores that are certainly small.
@@ -53,10 +53,10 @@ class CappedLogits {
   __device__ __forceinline__ void of_small(const Pack<T, kElements>& scores,
                                            float (&z)[kElements]) const {
 #pragma unroll
-    for (int j = 0; j < kElements; ++j) z[j] = small_.of(scores[j] * fourfold_);
+    for (int j = 0; j < kElements; ++j) z[j] = of_polynomial(scores[j] * fourfold_);
   }
   __device__ __forceinline__ float of_small(float score) const {
-    return small_.of(score * fourfold_);
+    return of_polynomial(score * fourfold_);
   }
   // Those plus a number.
   template <int kElements>
@@ -71,17 +71,21 @@ class CappedLogits {
   // Of one score; at least kLowest.
   __device__ __forceinline__ float of_largest(float score) const {
     const float v = score * fourfold_;
-    return score == -INFINITY ? kLowest : fabsf(v) < 2.f ? small_.of(v) : of_alone(v);
+    return score == -INFINITY ? kLowest : fabsf(v) < 2.f ? of_polynomial(v) : of_alone(v);
   }
   // Of one score that is not excluded.
   __device__ __forceinline__ float of_single(float score) const {
     const float v = score * fourfold_;
-    return fabsf(v) < 2.f ? small_.of(v) : of_alone(v);
+    return fabsf(v) < 2.f ? of_polynomial(v) : of_alone(v);
   }
   // What makes tanh of a logit. The largest one becomes no less than 1, whose slope is exactly 0.
   __device__ float to_tanh() const { return __uint_as_float(__float_as_uint(1.f / most_) + 1); }
 
  private:
+  // Rounded, whatever is added to it: some kernels keep it and others do not.
+  __device__ __forceinline__ float of_polynomial(float v) const {
+    return __fmul_rn(v, small_.over(v));
+  }
   // 1 + e^|v/2|. Four of them have a finite product.
   __device__ static __forceinline__ float denominator(float v) {
     return 1.f + exp2_approximate(fminf(fabsf(v) * (kLog2E / 2), 31.f));
@@ -126,7 +130,7 @@ class CappedLogits {
         } else {
           large = v[j] == v[j] ? large : v[j];
         }
-        z[i + j] = sizeof(T) == 4 && fabsf(v[j]) < 2.f ? small_.of(v[j]) : large;
+        z[i + j] = sizeof(T) == 4 && fabsf(v[j]) < 2.f ? of_polynomial(v[j]) : large;
       }
     }
   }

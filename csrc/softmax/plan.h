@@ -72,10 +72,10 @@ Rows kind_of_rows(const Params& params, int64_t visible_vectors, int pack_elemen
   const bool is_better_contiguous =
       may_be_contiguous && begins_at_sectors && vectors > tiny_vectors;
   const int64_t tiny_columns = is_ragged ? kTinyRaggedColumns : kTinyColumns - 1;
-  if (params.is_contiguous && params.are_linear() && shape.columns > 0 &&
-      shape.columns <= tiny_columns && !is_better_contiguous)
-    return kTiny;
-  if (may_be_contiguous) return is_ragged ? kContiguousRagged : kContiguous;
+  const bool is_tiny = params.is_contiguous && shape.columns > 0 && shape.columns <= tiny_columns &&
+                       !is_better_contiguous;
+  if (is_tiny && params.are_linear()) return kTiny;
+  if (may_be_contiguous && !is_tiny) return is_ragged ? kContiguousRagged : kContiguous;
   return is_ragged ? kRagged : kUnmasked;
 }
 
