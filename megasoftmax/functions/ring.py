@@ -134,12 +134,17 @@ def ring_attention(
     call = AttentionCall(*merged)
     implementation = call.implementation()
     operands = call.operands(implementation, sum(every))
-    output, lse = context_parallel.attention(
+    attend = _outside_of_graphs if torch.compiler.is_compiling() else context_parallel.attention
+    output, lse = attend(
         implementation,
         context_parallel.Ring(group, every, order == "zigzag"),
         ForwardArguments(*merged[:3], *operands),
     )
     return leading.unmerged(output, query), leading.unmerged(lse, query)
+
+
+# Else torch.compile makes a graph of each piece of code between two collectives.
+_outside_of_graphs = torch._disable_dynamo(context_parallel.attention)  # imports it when called
 
 
 def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
