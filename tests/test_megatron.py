@@ -976,9 +976,8 @@ def context_parallel_rank(rank, folder):
     tensors, _, _ = make_inputs(Case(), "cpu", torch.float64)
     mask = torch.zeros(1, 1, 9, 18, dtype=torch.bool)  # keys of the whole sequence
     found["reasons"] = [each.constraint for each in core.why_not_fused(*tensors, mask)]
-    with pytest.raises(ValueError, match="packed_seq_params: expected None .* document") as error:
+    with pytest.raises(ValueError, match=r"packed_seq_params: expected None .* document"):
         core(*(tensor[:, 0] for tensor in tensors), None, packed_seq_params=packed([4, 5]))
-    found["refusal"] = str(error.value)
     torch.save(found, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
