@@ -630,7 +630,7 @@ def kept_for_backward(device, group):
     return sum(kept)
 
 
-def compiled_ring(device, group):
+def compiled_ring(group):
     """Results and gradients of a function, by itself and compiled, and how many graphs it has."""
 
     def function(query, key, value):
@@ -643,10 +643,10 @@ def compiled_ring(device, group):
     torch.compiler.reset()
     found = []
     for call in (function, torch.compile(function, backend=counter)):
-        tensors = [each.to(device).requires_grad_() for each in of_ring(4).values()]
+        tensors = [each.requires_grad_() for each in of_ring(4).values()]
         results = call(*tensors)
         gradients = torch.autograd.grad([each.sum() for each in results], tensors)
-        found.append([each.detach().cpu() for each in (*results, *gradients)])
+        found.append([each.detach() for each in (*results, *gradients)])
     return *found, counter.frame_count
 
 
@@ -817,8 +817,8 @@ class Titan(torch.nn.Module):
 def inner_attention():
     """The class of the guide."""
     guide = (Path(__file__).parents[1] / "docs" / "guides" / "distributed.md").read_text()
-    code = re.search(r"^```python\n(.*?^class InnerAttention.*?)^```", guide, re.M | re.S)[1]
-    code = code[code.rindex("```python\n") + 10 :]
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    (code,) = (block for block in blocks if "class InnerAttention" in block)
     module = SimpleNamespace(ScaledDotProductAttention=ScaledDotProductAttention)
     names = {"__name__": "guide"}
     with mock.patch.dict(sys.modules, {"torchtitan.models.common.attention": module}):
@@ -859,11 +859,12 @@ def worker(rank, world, device, folder):
         "messages": messages(device, group),
     }
     if device == "cpu":
-        found["compiled ring"] = compiled_ring(device, group)
         found["context_parallel"] = in_context_parallel(mesh, rank)
         inner = inner_attention()
         apply_cp_to_forward(inner, mesh)
         found["titan"] = titan_losses(inner, mesh)
+        if world == 2:
+            found["compiled ring"] = compiled_ring(group)
     if world == 2:
         found["compiled"] = {
             name: run_split(split, mesh, compiled=True)

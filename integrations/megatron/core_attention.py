@@ -262,8 +262,10 @@ class MegasoftmaxCoreAttention(MegatronModule):
         query, key, value = as_autocast(query, key, value)
         options = self._options(is_causal, query.device) | {"mask": mask, "bias": bias}
         if self.cp_group is not None:
-            ring = {"group": self.cp_group, "order": "zigzag"}
-            return megasoftmax.ring_attention(query, key, value, **ring, **options)[0]
+            output, _ = megasoftmax.ring_attention(
+                query, key, value, group=self.cp_group, order="zigzag", **options
+            )
+            return output
         if takes_attention(query, key, value, AttentionOptions(**options)):
             if (
                 mask is not None
