@@ -8,14 +8,17 @@ import itertools
 import math
 import os
 import re
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import processes
@@ -24,9 +27,11 @@ import torch
 import torch.distributed
 from inputs import coin, normal
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -449,6 +454,7 @@ RINGS = {
         | {"window": (4, 3), "mask": nothing_left(n), "sink": double(4, seed=3)}
         | bounds(2, 1, 1, keys=n)
     ),
+    "packed documents": lambda n: of_ring(n) | {"causal": True} | documents(n),
     "end of each head": lambda n: of_ring(n) | {"end": bounds(4, 1, keys=n)["end"].long()},
     "ranges through the ops": lambda n: (
         {name: tensor.float() for name, tensor in of_ring(n).items()}
@@ -470,6 +476,12 @@ RINGS = {
     "overflow in float32": lambda n: overflowing(n, torch.float32),
     "overflow in bfloat16": lambda n: overflowing(n, torch.bfloat16),
 }
+
+
+def documents(tokens):
+    """Three, one of them a token, and padding that sees nothing."""
+    ends = torch.tensor([0, tokens // 2, tokens // 2 + 1, tokens - 1])
+    return dict(zip(("first", "end"), megasoftmax.ranges.packed(ends, tokens), strict=True))
 
 
 def overflowing(tokens, dtype):
@@ -618,6 +630,38 @@ def kept_for_backward(device, group):
     return sum(kept)
 
 
+def compiled_ring(group):
+    """Results and gradients of a function, by itself and compiled, and how many graphs it has."""
+
+    def function(query, key, value):
+        output, lse = megasoftmax.ring_attention(
+            query.sin(), key, value, group=group, order="zigzag", causal=True
+        )
+        return output.sin(), lse
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+    found = []
+    for call in (function, torch.compile(function, backend=counter)):
+        tensors = [each.requires_grad_() for each in of_ring(4).values()]
+        results = call(*tensors)
+        gradients = torch.autograd.grad([each.sum() for each in results], tensors)
+        found.append([each.detach() for each in (*results, *gradients)])
+    return *found, counter.frame_count
+
+
+def in_context_parallel(mesh, rank):
+    """How far ring_attention is off, of what torch's context_parallel has cut."""
+    whole = of_ring(12)
+    wanted = megasoftmax.attention(*whole.values(), causal=True)
+    parts = [each.clone() for each in whole.values()]
+    with torch_context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 3):
+        output, _ = megasoftmax.ring_attention(
+            *parts, group=mesh.get_group(), order="zigzag", causal=True
+        )
+    return (output - megasoftmax.zigzag_chunk(wanted, mesh.size(), 2)[rank]).abs().max().item()
+
+
 def messages(device, group):
     """What is said where a call is refused."""
     query = double(1, 2, 4, 8, seed=0).to(device)
@@ -667,12 +711,12 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**LLAMA, attn_implementation="eager"))
 
 
-def losses(model, tokens):
+def losses(model, tokens, **others):
     """Of a few steps of training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     found = []
     for _ in range(STEPS):
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(input_ids=tokens, **({"labels": tokens} | others)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -721,6 +765,83 @@ def models(rank, world, device, folder):
     return found
 
 
+# A model of torchtitan 0.3: a copy of its interface
+
+
+class ScaledDotProductAttention(torch.nn.Module):
+    """Of [batch, tokens, heads, dim]."""
+
+    class Config:
+        pass
+
+    def forward(self, q, k, v, *, attention_masks=None, enable_gqa=False, **others):
+        tensors = (each.transpose(1, 2) for each in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(
+            *tensors, is_causal=True, enable_gqa=enable_gqa
+        ).transpose(1, 2)
+
+
+def apply_cp_to_forward(module, mesh):
+    original = module.forward
+
+    def forward(*tensors, **options):
+        tensors = [DTensor.from_local(each, mesh, [Shard(1)], run_check=False) for each in tensors]
+        return original(*tensors, **options)
+
+    module.forward = forward
+
+
+class TitanOutput(NamedTuple):  # in which FSDP finds tensors
+    loss: Tensor
+
+
+class Titan(torch.nn.Module):
+    def __init__(self, inner_attention):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.positions = torch.nn.Embedding(96, 32), torch.nn.Embedding(12, 32)
+        self.qkv, self.head = torch.nn.Linear(32, 64), torch.nn.Linear(32, 96)
+        self.inner_attention = inner_attention
+
+    def forward(self, input_ids, labels, positions):
+        hidden = self.tokens(input_ids) + self.positions(positions)
+        q, k, v = self.qkv(hidden).unflatten(-1, (8, 8)).split((4, 2, 2), 2)
+        output = self.inner_attention(
+            q, k, v, attention_masks=None, scale=None, enable_gqa=True
+        ).contiguous()
+        logits = self.head(hidden + output.flatten(2))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return TitanOutput(loss)
+
+
+def inner_attention():
+    """The class of the guide."""
+    guide = (Path(__file__).parents[1] / "docs" / "guides" / "distributed.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    (code,) = (block for block in blocks if "class InnerAttention" in block)
+    module = SimpleNamespace(ScaledDotProductAttention=ScaledDotProductAttention)
+    names = {"__name__": "guide"}
+    with mock.patch.dict(sys.modules, {"torchtitan.models.common.attention": module}):
+        exec(code, names)
+    return names["InnerAttention"]()
+
+
+def titan_losses(inner_attention, mesh=None):
+    """With a mesh: of this rank's part of the sequence, parameters sharded over the same ranks."""
+    model, tokens = Titan(inner_attention), batch()
+    labels = tokens.roll(-1, 1)
+    given = {"tokens": tokens, "labels": labels, "positions": torch.arange(12).expand(4, 12)}
+    if mesh is not None:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=mesh)
+        given = {
+            name: megasoftmax.zigzag_chunk(each, mesh.size(), 1)[mesh.get_local_rank()]
+            for name, each in given.items()
+        }
+    return losses(model, **given)
+
+
 # The processes
 
 
@@ -737,6 +858,13 @@ def worker(rank, world, device, folder):
         "kept": kept_for_backward(device, group),
         "messages": messages(device, group),
     }
+    if device == "cpu":
+        found["context_parallel"] = in_context_parallel(mesh, rank)
+        inner = inner_attention()
+        apply_cp_to_forward(inner, mesh)
+        found["titan"] = titan_losses(inner, mesh)
+        if world == 2:
+            found["compiled ring"] = compiled_ring(group)
     if world == 2:
         found["compiled"] = {
             name: run_split(split, mesh, compiled=True)
@@ -861,6 +989,60 @@ def test_messages(ranks):
         ]
 
 
+def test_compiled_code_leaves_its_graph_for_a_ring(ranks):
+    for rank in ranks(2):
+        eager, compiled, graphs = rank["compiled ring"]
+        for pair in zip(compiled, eager, strict=True):
+            torch.testing.assert_close(*pair)
+        assert graphs == 2  # before the call and after it
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_zigzag_is_the_order_of_torchs_context_parallel(ranks, world):
+    assert all(rank["context_parallel"] < 1e-10 for rank in ranks(world))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_torchtitan_with_fsdp_beside_a_ring(ranks, world):
+    """Each rank has a part of the sequence: the mean of their losses is that of one process."""
+    wanted = titan_losses(ScaledDotProductAttention())
+    found = [rank["titan"] for rank in ranks(world)]
+    mean = [sum(step) / world for step in zip(*found, strict=True)]
+    assert mean == pytest.approx(wanted, rel=1e-5)
+    assert titan_losses(inner_attention()) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_torchtitans_masks_are_refused():
+    with pytest.raises(ValueError, match="attention_masks: expected None"):
+        inner_attention()(*torch.zeros(3, 1, 2, 1, 4), attention_masks=())
+
+
+def lost_rank(rank, folder):
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=5),
+    )
+    tensors = [each.requires_grad_() for each in of_ring(4).values()]
+    call = partial(megasoftmax.ring_attention, *tensors, group=torch.distributed.group.WORLD)
+    output, _ = call()
+    if rank == 1:
+        os._exit(0)  # as if it were killed
+    with pytest.raises(RuntimeError, match=r"gloo|Connection|[Tt]imed out"):
+        output.sum().backward()
+    with pytest.raises(RuntimeError, match=r"gloo|Connection|[Tt]imed out"):
+        call()
+    Path(folder, "done").touch()
+    os._exit(0)  # the group cannot be destroyed in order
+
+
+def test_a_lost_rank_ends_in_an_error_of_the_backend(tmp_path):
+    processes.start(lost_rank, (str(tmp_path),), 2)
+    assert (tmp_path / "done").exists()
+
+
 @pytest.fixture(scope="module")
 def of_models(ranks):
     pytest.importorskip("transformers")
@@ -919,6 +1101,25 @@ def test_what_a_ring_holds(eight_ranks, monkeypatch):
     assert max(_Exchange.counts) == 4
     output.sum().backward()
     assert max(_Exchange.counts) == 8
+
+
+def test_only_heads_of_keys_travel(eight_ranks, monkeypatch):
+    """Keys and values 7 times forward; backward they and their gradients."""
+    sent = []
+    all_to_all = torch.distributed.all_to_all_single
+
+    def count(received, tensor, *args, **options):
+        sent.append(tensor.numel())
+        return all_to_all(received, tensor, *args, **options)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", count)
+    query, key, value = (each.requires_grad_() for each in of_ring(4, heads=(8, 2)).values())
+    output, _ = megasoftmax.ring_attention(query, key, value, group=torch.distributed.group.WORLD)
+    of_keys = key.numel() + value.numel()
+    assert sum(sent) == 7 * of_keys
+    sent.clear()
+    output.sum().backward()
+    assert sum(sent) == 2 * 7 * of_keys
 
 
 @pytest.mark.parametrize(

@@ -335,3 +335,34 @@ def test_train_megatron_gpt_learns(device, tmp_path):
     assert 5 < first < 6  # log 256 = 5.5
     assert last < 4
     assert f"through {'the softmax, because' if device == 'cpu' else 'fused attention'}" in output
+
+
+def test_train_ring_compares(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command.append(EXAMPLES / "train_ring.py")
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    pairs = re.findall(r"step \d+: loss (\S+), over 2 ranks (\S+)\n", result.stdout)
+    assert len(pairs) == 10
+    assert all(abs(float(whole) - float(split)) < 1e-4 for whole, split in pairs)
+    assert 5 < float(pairs[0][0]) < 6.5  # log 256 = 5.5
+    assert float(pairs[-1][0]) < float(pairs[0][0])
+    assert "the losses agree" in result.stdout
+
+
+def test_fault_of_a_ring_is_noticed(run, monkeypatch):
+    """Of one process, whose ring is not causal."""
+    code, _ = run("train_ring.py")
+    assert "run it with torchrun --standalone --nproc-per-node 2" in code
+    original, begin = megasoftmax.ring_attention, torch.distributed.init_process_group
+    alone = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.distributed, "init_process_group", functools.partial(begin, **alone))
+    monkeypatch.setattr(
+        megasoftmax,
+        "ring_attention",
+        lambda *tensors, **options: original(*tensors, **(options | {"causal": False})),
+    )
+    code, output = run("train_ring.py")
+    assert code == 1
+    assert "the losses DIFFER" in output

@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe import router as moe_router
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
 import megasoftmax
 from megasoftmax.functions.calls import new_seed
@@ -630,7 +631,10 @@ def test_a_refilled_mask_is_seen(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"context_parallel_size": 2}, r"config\.context_parallel_size: expected 1 .*got 2"),
+        (
+            {"context_parallel_size": 2},
+            r"pg_collection\.cp: expected a group of config\.context_parallel_size 2 ranks, got 1",
+        ),
         ({"qk_clip": True}, r"config\.qk_clip: expected False .*got True"),
         ({"log_max_attention_logit": True}, r"config\.log_max_attention_logit: expected False"),
         ({"batch_invariant_mode": True}, r"config\.batch_invariant_mode: expected False"),
@@ -642,6 +646,13 @@ def test_config_is_refused(option, message):
     vars(config).update(option)
     with pytest.raises(ValueError, match=message):
         MegasoftmaxCoreAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def test_other_context_parallelism_is_refused():
+    config = make_config(context_parallel_size=2)
+    for kind in ("a2a", "all_gather"):
+        with pytest.raises(ValueError, match=rf"cp_comm_type: expected None or 'p2p' .*{kind!r}"):
+            MegasoftmaxCoreAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=kind)
 
 
 def test_why_not_fused():
@@ -925,6 +936,62 @@ def test_two_ranks_agree_with_one(tmp_path):
         both = [rank[name] for rank in ranks]
         dim = getattr(sharded.get(name), "partition_dim", None)
         torch.testing.assert_close(both[0] if dim is None else torch.cat(both, dim), wanted)
+
+
+# Two ranks that share a sequence
+
+IN_A_RING = {
+    "grouped, window": ({"num_query_groups": 2, "window_size": (4, 0)}, False),
+    "offset, comm type": ({"softmax_type": "learnable", "cp_comm_type": "p2p"}, False),
+    "mask": ({}, True),
+}
+
+
+def step_in_a_ring(model, masked, cut=lambda batch: batch):
+    """Losses of each token, and the gradients of their sum."""
+    ids, labels = make_batch()
+    batch = {"ids": ids, "labels": labels, "positions": torch.arange(LENGTH).expand(BATCH, -1)}
+    if masked:  # [batch, 1, queries, keys]
+        keys = padding_mask("b11s", "right")[1]
+        batch["attention_mask"] = keys.expand(-1, -1, LENGTH, -1).contiguous()
+    batch = cut({name: tensor.contiguous() for name, tensor in batch.items()})
+    mask = batch.get("attention_mask")
+    losses = model(batch["ids"], batch["positions"], mask, labels=batch["labels"])
+    losses.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"losses": losses.detach()} | gradients
+
+
+def context_parallel_rank(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    found = {}
+    for name, (options, masked) in IN_A_RING.items():
+        model = gpt(MegasoftmaxCoreAttention, context_parallel_size=2, **options).double()
+        found[name] = step_in_a_ring(model, masked, get_batch_on_this_cp_rank)
+    core = model.decoder.layers[0].self_attention.core_attention
+    tensors, _, _ = make_inputs(Case(), "cpu", torch.float64)
+    mask = torch.zeros(1, 1, 9, 18, dtype=torch.bool)  # keys of the whole sequence
+    found["reasons"] = [each.constraint for each in core.why_not_fused(*tensors, mask)]
+    with pytest.raises(ValueError, match=r"packed_seq_params: expected None .* document"):
+        core(*(tensor[:, 0] for tensor in tensors), None, packed_seq_params=packed([4, 5]))
+    torch.save(found, f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_share_a_sequence_agree_with_one(tmp_path):
+    processes.start(context_parallel_rank, (str(tmp_path),), 2)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for name, (options, masked) in IN_A_RING.items():
+        expected = step_in_a_ring(gpt(MegasoftmaxCoreAttention, **options).double(), masked)
+        for what, wanted in expected.items():
+            both = [rank[name][what] for rank in ranks]
+            actual = megasoftmax.zigzag_cat(both, 1) if what == "losses" else sum(both)
+            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9, msg=f"{name}: {what}")
+    assert all("device" in rank["reasons"] for rank in ranks)
 
 
 # Megatron's own layer, with our softmax

@@ -32,7 +32,9 @@ backward pass of a layer. Attention runs fused, dropout too, where
 `megasoftmax.why_not_fused(core_attention, ...)` is empty. Elsewhere it is matmul,
 `megasoftmax.softmax` and matmul. The seed of dropout is drawn from Megatron's tensor-parallel
 generator. `config.masked_softmax_fusion` is about FusedScaleMaskSoftmax and makes no difference.
-Context parallelism is refused.
+
+With context parallelism keys and values go round in a ring, `megasoftmax.ring_attention`, as with
+cp_comm_type "p2p". Other types and packed sequences beside it are refused.
 
     from megasoftmax.integrations.megatron import apply_megasoftmax_to_megatron
 

@@ -1,7 +1,7 @@
 """The core attention of Megatron-core's layers."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,9 +26,11 @@ from megasoftmax.integrations.megatron.packing import attend_one_by_one, documen
 from megasoftmax.integrations.products import between_products, runs_fused, takes_attention
 from megasoftmax.options import AttentionOptions
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 # Fields of a config that change results and are not computed here, and the value they must have.
 _UNSUPPORTED = {
-    "context_parallel_size": 1,
     "qk_clip": False,
     "log_max_attention_logit": False,
     "batch_invariant_mode": False,
@@ -43,21 +45,23 @@ class MegasoftmaxCoreAttention(MegatronModule):
 
     Args:
         config: of the model. Read are kv_channels, num_attention_heads, attention_dropout,
-            window_size with window_attn_skip_freq, softmax_type, apply_query_key_layer_scaling and
-            sequence_parallel.
+            window_size with window_attn_skip_freq, softmax_type, apply_query_key_layer_scaling,
+            sequence_parallel and context_parallel_size.
         layer_number: from 1 on.
         attn_mask_type: types with "causal" in their name are causal; a mask holds with every type.
         attention_type: "self" or "cross"; makes no difference.
         attention_dropout: None for that of the config.
         softmax_scale: factor of the scores; None for head_dim ** -0.5.
-        cp_comm_type: of context parallelism, unused.
-        pg_collection: process groups, of which `tp` is used; None for those of parallel_state.
+        cp_comm_type: with context parallelism None or "p2p": keys and values go round in a ring.
+        pg_collection: process groups. `tp` is used, and `cp` with context parallelism; None for
+            those of parallel_state.
         k_channels: head_dim of queries and keys; None for config.kv_channels.
         v_channels: head_dim of values; makes no difference.
 
     Raises:
-        ValueError: the config asks for what is not computed here: context parallelism, the largest
-            logit (qk_clip, log_max_attention_logit), batch-invariant kernels.
+        ValueError: the config asks for what is not computed here: the largest logit (qk_clip,
+            log_max_attention_logit), batch-invariant kernels; or with context parallelism
+            cp_comm_type is another one, or pg_collection lacks `cp`.
     """
 
     softmax_offset: Tensor | None
@@ -84,8 +88,9 @@ class MegasoftmaxCoreAttention(MegatronModule):
                     f"got {actual}"
                 )
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group = pg_collection.tp
+        self.cp_group = _group_of_ring(config, cp_comm_type, pg_collection)
         self.attn_mask_type = attn_mask_type
         head_dim = config.kv_channels if k_channels is None else k_channels
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -125,6 +130,10 @@ class MegasoftmaxCoreAttention(MegatronModule):
     ) -> Tensor:
         """Attention of this rank's heads.
 
+        With context parallelism the tokens are this rank's, as Megatron cuts them: parts r and
+        2 * ranks - 1 - r of 2 * ranks. A mask or bias has this rank's queries and the keys of the
+        whole sequence.
+
         Args:
             query: [queries, batch, heads, head_dim], floating, any strides.
             key, value: [keys, batch, key_heads, head_dim], of the same type; key_heads divides
@@ -136,7 +145,7 @@ class MegasoftmaxCoreAttention(MegatronModule):
             packed_seq_params: of format "thd". Query, key and value then lack the batch dimension,
                 [tokens, heads, head_dim], and the result has zeros for tokens of no sequence.
                 Fused the lengths stay on the device; elsewhere the host reads them. Neither a
-                mask nor a bias may be given.
+                mask nor a bias may be given, and there must be no context parallelism.
 
         Returns:
             [queries, batch, heads * head_dim of values]; packed [tokens, heads * head_dim].
@@ -147,6 +156,12 @@ class MegasoftmaxCoreAttention(MegatronModule):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         is_causal = "causal" in mask_type.name
         if packed_seq_params is not None:
+            if self.cp_group is not None:
+                raise ValueError(
+                    "packed_seq_params: expected None with config.context_parallel_size above 1, "
+                    "got one: Megatron cuts each document into parts of its own, and "
+                    "ring_attention has no such order"
+                )
             for name, given in (
                 ("attention_mask", attention_mask),
                 ("attention_bias", attention_bias),
@@ -176,6 +191,8 @@ class MegasoftmaxCoreAttention(MegatronModule):
     ) -> megasoftmax.Reasons:
         """Why `forward` of the same arguments would not run fused; empty: it would.
 
+        With context parallelism: the block of this rank's own keys, without mask and bias.
+
         Raises:
             TypeError, ValueError: an argument does not fit; names it as `megasoftmax.attention`.
         """
@@ -183,7 +200,8 @@ class MegasoftmaxCoreAttention(MegatronModule):
         options = self._settings("causal" in mask_type.name)
         if packed_seq_params is None:
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-            options |= {"mask": attention_mask, "bias": attention_bias}
+            if self.cp_group is None:
+                options |= {"mask": attention_mask, "bias": attention_bias}
         else:
             query, key, value = (one_batch(tensor) for tensor in (query, key, value))
         query, key, value = as_autocast(query, key, value)
@@ -243,6 +261,11 @@ class MegasoftmaxCoreAttention(MegatronModule):
         """[batch, heads, queries, head_dim] of tensors with heads before tokens."""
         query, key, value = as_autocast(query, key, value)
         options = self._options(is_causal, query.device) | {"mask": mask, "bias": bias}
+        if self.cp_group is not None:
+            output, _ = megasoftmax.ring_attention(
+                query, key, value, group=self.cp_group, order="zigzag", **options
+            )
+            return output
         if takes_attention(query, key, value, AttentionOptions(**options)):
             if (
                 mask is not None
@@ -320,3 +343,24 @@ class MegasoftmaxCoreAttention(MegatronModule):
             with get_cuda_rng_tracker().fork():
                 return new_seed(device)
         return new_seed(device)
+
+
+def _group_of_ring(
+    config: TransformerConfig, cp_comm_type: str | None, groups: ProcessGroupCollection
+) -> "ProcessGroup | None":
+    """The ranks that share a sequence; None without context parallelism."""
+    ranks = config.context_parallel_size
+    if ranks == 1:
+        return None
+    if cp_comm_type not in (None, "p2p"):
+        raise ValueError(
+            "cp_comm_type: expected None or 'p2p' with MegasoftmaxCoreAttention, "
+            f"got {cp_comm_type!r}"
+        )
+    group = getattr(groups, "cp", None)
+    if get_pg_size(group) != ranks:
+        raise ValueError(
+            f"pg_collection.cp: expected a group of config.context_parallel_size {ranks} ranks, "
+            f"got {get_pg_size(group)}"
+        )
+    return group
