@@ -276,8 +276,9 @@ class _Heads(NamedTuple):
 
     def of(self, tensor: Tensor | None) -> Any:
         """Of a tensor [b, h, ...] or [b, 1, ...]."""
-        is_shared = tensor is None or tensor.shape[1] == 1
-        return tensor if is_shared else tensor[:, self.of_queries]
+        if tensor is None or tensor.shape[1] == 1:
+            return tensor
+        return tensor[:, self.of_queries]
 
     def of_arguments(self, given: ForwardArguments) -> ForwardArguments:
         if self.of_keys == slice(0, given.key.shape[1]):
@@ -622,8 +623,8 @@ def _tour(
     """
     own, *others = _owners(ring)
     pieces = [[part.key, part.value] for part in parts]
-    to_come = [(piece, owner) for piece in range(len(pieces)) for owner in others]
-    coming = _Exchange(ring, pieces[0], own, len(pieces) == 1) if others else None
+    as_one = len(pieces) == 1
+    coming = _Exchange(ring, pieces[0], own, as_one) if others else None
     held: list[Tensor] = []
     for piece, of_piece in enumerate(pieces):
         is_last = own_last and piece + 1 == len(pieces)
@@ -633,10 +634,10 @@ def _tour(
             assert coming is not None
             held[:] = coming.wait()
             coming = None
-            to_come.pop(0)
-            if to_come:
-                of_next = ([*held], owner) if to_come[0][0] == piece else (pieces[piece + 1], own)
-                coming = _Exchange(ring, *of_next, len(pieces) == 1)
+            if owner != others[-1]:
+                coming = _Exchange(ring, [*held], owner, as_one)
+            elif piece + 1 < len(pieces):
+                coming = _Exchange(ring, pieces[piece + 1], own, as_one)
             yield piece, owner, held
         if is_last:
             yield piece, own, of_piece
