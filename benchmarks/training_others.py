@@ -65,6 +65,20 @@ ON_GPU = ("Triton", peers.CUEQUIVARIANCE)
 class Speech(Case):
     """A model of transformers on samples of sound; `length` are its frames."""
 
+    def build(self) -> nn.Module:
+        """With small residual branches, as GPT-2 begins.
+
+        Layers end with a norm. With the weights of transformers, 24 of them amplify the rounding of
+        bfloat16 to 0.3 of the gradients, in every implementation.
+        """
+        model = super().build()
+        for name, weight in model.named_parameters():
+            if name.endswith(
+                ("output_dense.weight", "linear_out.weight", "pointwise_conv2.weight")
+            ):
+                weight.data *= (4 * self.layers) ** -0.5
+        return model
+
     def inputs(self) -> dict[str, Tensor]:
         samples = (self.length - 1) * STRIDE + WINDOW
         sound = torch.randn(self.batch, samples, dtype=torch.bfloat16)
