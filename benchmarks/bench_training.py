@@ -6,7 +6,7 @@ model, which is switched from one implementation to the next; these take turns. 
 change, each computes the loss and the gradients: what is further from the first implementation than
 rounding explains is not timed, `note` says so, and the run fails in the end. Models with dropout
 are compared without it, because implementations drop different entries, and timed with it. What
-has too little memory is a row with a note too.
+has too little memory is a row with a note too. So is any other error, and the run fails in the end.
 
 python benchmarks/bench_training.py                         # one GPU, all cases: a few minutes
 python benchmarks/bench_training.py --only "dropout|Mistral|documents" --rounds 3 --out new.csv
@@ -107,11 +107,13 @@ def distance(actual: Gradients, expected: Gradients) -> tuple[float, str]:
 
 
 def attempt(function: Callable[[], Result], row: Row) -> Result | None:
-    """What it returns; None, and a note in the row, when memory does not suffice."""
+    """What it returns; None, and a note in the row, when it fails."""
     try:
         return function()
     except torch.OutOfMemoryError:
         row["note"] = "out of memory"
+    except Exception as error:
+        row["note"] = WRONG + measure.reason(error, [])
     measure.release()  # outside of the handler, which holds the frames and their tensors
     return None
 

@@ -142,9 +142,10 @@ def test_comparison(loss, gradient, note):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return results[name]
 
-    rows = {name: {} for name in ("eager", *results)}
+    rows = {name: {} for name in ("eager", "missing", *results)}
     bench_training.compare(SimpleNamespace(gradients=compute), rows)
     assert rows["eager"] == {"note": "out of memory"}
+    assert rows["missing"] == {"note": "wrong: KeyError: 'missing'"}
     assert rows["sdpa"] == {"loss": "9.80000", "gradient_difference": "0.0000"}
     assert rows["megasoftmax"].get("note", "") == note
 
