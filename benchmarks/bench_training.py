@@ -1,12 +1,12 @@
-"""A training step of models of transformers, per attention implementation; writes
+"""A training step of models of transformers and others, per attention implementation; writes
 results/training.csv.
 
-A step is forward, backward and fused AdamW, all in bfloat16, on random tokens. A case has one
+A step is forward, backward and fused AdamW, all in bfloat16, on random inputs. A case has one
 model, which is switched from one implementation to the next; these take turns. Before the weights
 change, each computes the loss and the gradients: what is further from the first implementation than
 rounding explains is not timed, `note` says so, and the run fails in the end. Models with dropout
 are compared without it, because implementations drop different entries, and timed with it. What
-has too little memory is a row with a note too.
+has too little memory is a row with a note too. So is any other error, and the run fails in the end.
 
 python benchmarks/bench_training.py                         # one GPU, all cases: a few minutes
 python benchmarks/bench_training.py --only "dropout|Mistral|documents" --rounds 3 --out new.csv
@@ -16,18 +16,17 @@ python benchmarks/bench_training.py --device cpu --quick    # tiny models, to tr
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
 import measure
 import torch
+import training_others
 import transformers
 import typer
+from measured import WITHOUT_ATTENTION
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from training_cases import FLASH, Case, cases
-from transformers import PreTrainedModel
+from training_cases import Case, cases
 
 import megasoftmax
 from megasoftmax.integrations.transformers import register
@@ -57,29 +56,17 @@ class Training:
         with torch.device(device):
             self.model = case.build()
             self.inputs = case.inputs()
-        self.drops = case.drops
+        self.case, self.device = case, device
         if case.compiled:
             self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, fused=True)
-
-    def switch(self, implementation: str) -> None:
-        """Raises RuntimeError when a part of the model keeps another one."""
-        implementation = "sdpa" if implementation == FLASH else implementation
-        for name, module in self.model.named_modules():
-            if isinstance(module, PreTrainedModel):
-                module.set_attn_implementation(implementation)
-                found = module.config._attn_implementation
-                if found != implementation:
-                    raise RuntimeError(
-                        f"{name or 'the model'}: expected {implementation}, got {found}"
-                    )
 
     def gradients(self, implementation: str) -> tuple[float, Gradients]:
         """The loss, and the gradients of all but biases, without dropout.
 
         That of keys adds the same to all scores of a row: its gradient is rounding alone.
         """
-        self.model.train(not self.drops)  # checkpointed layers need the training mode
+        self.model.train(not self.case.drops)  # checkpointed layers need the training mode
         loss = self._backward(implementation).item()
         self.model.train()
         parameters = self.model.named_parameters()
@@ -94,19 +81,16 @@ class Training:
     def peak_memory(self, implementation: str) -> str:
         """Of a step, in bytes, with all that a training run holds; not known on a CPU."""
         self.step(implementation)  # the first of all allocates the state of the optimizer
-        if self.model.device.type == "cpu":
+        if self.device == "cpu":
             return ""
         torch.cuda.reset_peak_memory_stats()
         self.step(implementation)
         return str(torch.cuda.max_memory_allocated())
 
     def _backward(self, implementation: str) -> Tensor:
-        self.switch(implementation)
         self.optimizer.zero_grad()
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if implementation == FLASH else nullcontext():
-            loss = self.model(**self.inputs, use_cache=False).loss
-            loss.backward()
-        return loss.detach()
+        with self.case.using(self.model, implementation):
+            return self.case.backward(self.model, self.inputs)
 
 
 def distance(actual: Gradients, expected: Gradients) -> tuple[float, str]:
@@ -123,11 +107,13 @@ def distance(actual: Gradients, expected: Gradients) -> tuple[float, str]:
 
 
 def attempt(function: Callable[[], Result], row: Row) -> Result | None:
-    """What it returns; None, and a note in the row, when memory does not suffice."""
+    """What it returns; None, and a note in the row, when it fails."""
     try:
         return function()
     except torch.OutOfMemoryError:
         row["note"] = "out of memory"
+    except Exception as error:
+        row["note"] = WRONG + measure.reason(error, [])
     measure.release()  # outside of the handler, which holds the frames and their tensors
     return None
 
@@ -136,6 +122,8 @@ def compare(training: Training, rows: dict[str, Row]) -> None:
     """Writes the loss of each implementation, and how far its gradients are from the first's."""
     first: tuple[float, Gradients] | None = None
     for name, row in rows.items():
+        if name == WITHOUT_ATTENTION:
+            continue
         found = attempt(partial(training.gradients, name), row)
         if found is None:
             continue
@@ -195,7 +183,8 @@ def main(run: measure.Run) -> None:
             if row.get("note", "").startswith(WRONG):
                 failures.append(f"{case}: {name}: {row['note']}")
 
-    run.cases(cases(), rows_of, FIELDS, measure.provenance(run.commit) | place)
+    chosen = [*cases(), *training_others.cases()]
+    run.cases(chosen, rows_of, FIELDS, measure.provenance(run.commit) | place)
     if failures:
         sys.exit("\n".join(failures))
 

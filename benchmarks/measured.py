@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "megasoftmax"
 DENSE = "megasoftmax, dense bias"
-NOT_PEERS = (OURS, DENSE, "megasoftmax_softmax", "copy")
+WITHOUT_ATTENTION = "without attention"
+NOT_PEERS = (OURS, DENSE, WITHOUT_ATTENTION, "megasoftmax_softmax", "copy")
 
 Row = dict[str, str]
 Case = dict[str, Row]  # by implementation

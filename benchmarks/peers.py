@@ -22,6 +22,7 @@ import megasoftmax
 
 FLEX, FLASH = "FlexAttention", "FlashAttention-4"
 CUEQUIVARIANCE, TRIFAST = "cuEquivariance", "trifast"
+TIMM, OPENFOLD = "timm", "OpenFold-3"
 BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -35,6 +36,8 @@ MODULES = {
     FLASH: "flash_attn.cute",
     CUEQUIVARIANCE: "cuequivariance_ops_torch",
     TRIFAST: "trifast",
+    TIMM: "timm",
+    OPENFOLD: "openfold3",
 }
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -56,6 +56,8 @@ MARKS = {
     "megasoftmax deterministic": ("#7fb3d5", "o"),
     "cuEquivariance": (GREEN, "D"),
     "trifast": (PURPLE, "^"),
+    "Triton": (ORANGE, "s"),
+    "LMA": (RED, "X"),
     "sdpa": (GREEN, "D"),
     "sdpa flash": (PURPLE, "^"),
     "eager": (GREY, "P"),

@@ -6,6 +6,7 @@ from operator import itemgetter
 
 from measured import (
     OURS,
+    WITHOUT_ATTENTION,
     Case,
     Row,
     by,
@@ -19,7 +20,8 @@ from measured import (
 )
 
 ATTENTION_PEERS = ("SDPA flash", "SDPA cuDNN", "SDPA mem-efficient", "FlexAttention")
-TRAINED = (OURS, "megasoftmax_softmax", "sdpa", "sdpa flash", "eager")
+TRAINED = (OURS, "megasoftmax_softmax", "sdpa", "sdpa flash", "cuEquivariance", "Triton", "LMA")
+TRAINED += ("eager",)
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[str]], *, words: int = 1) -> str:
@@ -169,17 +171,25 @@ def few_queries_table(rows: list[Row]) -> str:
 
 
 def training_table(rows: list[Row]) -> str:
-    """Tokens per second and peak GiB per model and implementation, or why there are none."""
+    """Tokens per second and peak GiB per model and implementation, or why there are none.
+
+    Also the GiB of attention, for a model that was measured without it too.
+    """
+    cases, head = by_model(rows), ("model", "batch")
 
     def trained(row: Row) -> str:
         if row["note"]:
             return row["note"]
-        peak = row["peak_memory_bytes"]
-        return row["tokens_per_second"] + (f" ({float(peak) / 2**30:.1f})" if peak else "")
+        if not row["peak_memory_bytes"]:
+            return row["tokens_per_second"]
+        gibibytes = [float(row["peak_memory_bytes"]) / 2**30]
+        if without := cases[row["case"]].get(WITHOUT_ATTENTION):
+            gibibytes.append(gibibytes[0] - float(without["peak_memory_bytes"]) / 2**30)
+        return f"{row['tokens_per_second']} ({', '.join(f'{each:.1f}' for each in gibibytes)})"
 
-    cases, head = by_model(rows).values(), ("model", "batch")
     place = itemgetter("case", "batch")
-    return peers_table(cases, head, lambda row: [*place(row)], TRAINED, trained, words=1)
+    peers = [name for name in TRAINED if any(name in case for case in cases.values())]
+    return peers_table(cases.values(), head, lambda row: [*place(row)], peers, trained, words=1)
 
 
 def generation_table(rows: list[Row]) -> str:

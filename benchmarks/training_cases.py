@@ -9,13 +9,15 @@ token takes of the real 128: a layer computes what the real one does, and roundi
 token to other experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import measure
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     Gemma2ForCausalLM,
     GPT2LMHeadModel,
@@ -40,7 +42,7 @@ class Case(measure.Case):
     """A training step: forward, backward, AdamW.
 
     name: the model, with what differs from the published one.
-    model: its class; `sizes` are further arguments of its configuration.
+    model: its class, or its name; `sizes` are further arguments of its configuration.
     length: tokens of an example; those of the encoder where the decoder has `targets`.
     checkpointed: layers are computed once more in the backward pass, in every implementation.
     drops: the model has dropout.
@@ -51,7 +53,7 @@ class Case(measure.Case):
     written = (*("case", "layers", "width", "heads", "batch", "length", "targets", "checkpointed"),)
 
     name: str
-    model: type[PreTrainedModel]
+    model: Any
     layers: int
     width: int
     heads: int
@@ -82,29 +84,52 @@ class Case(measure.Case):
         targets = 24 if self.targets else 0
         return replace(self, name=f"tiny {self.name}", targets=targets, compiled=False, **changes)
 
-    def build(self) -> PreTrainedModel:
+    def build(self) -> nn.Module:
         """In bfloat16 and training mode, on the current default device."""
-        config = self.model.config_class(
-            vocab_size=VOCABULARY,
-            hidden_size=self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
+        sizes = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
             **self.sizes,
-        )
+        }
+        config = self.model.config_class(**sizes)
         model = self.model._from_config(config, dtype=torch.bfloat16)
         if self.checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model.train()
 
-    def inputs(self) -> dict[str, Tensor]:
+    def inputs(self) -> dict[str, Any]:
         """Random tokens and labels, and the positions of documents, on the default device."""
         tokens = torch.randint(VOCABULARY, (self.batch, self.length))
         labels = torch.randint(VOCABULARY, (self.batch, self.targets)) if self.targets else tokens
-        found = {"input_ids": tokens, "labels": labels}
+        found = {"input_ids": tokens, "labels": labels, "use_cache": False}
         if self.documents > 1:
             positions = torch.arange(self.length // self.documents).repeat(self.documents)
             found["position_ids"] = positions.expand(self.batch, -1)
         return found
+
+    @contextmanager
+    def using(self, model: nn.Module, implementation: str) -> Iterator[None]:
+        """Lets the model compute attention so.
+
+        Raises RuntimeError when a part of the model keeps another implementation.
+        """
+        asked = "sdpa" if implementation == FLASH else implementation
+        for name, module in model.named_modules():
+            if isinstance(module, PreTrainedModel):
+                module.set_attn_implementation(asked)
+                found = module.config._attn_implementation
+                if found != asked:
+                    raise RuntimeError(f"{name or 'the model'}: expected {asked}, got {found}")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if implementation == FLASH else nullcontext():
+            yield
+
+    def backward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """The loss, once the parameters have their gradients."""
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss.detach()
 
     def __str__(self) -> str:
         return self.name

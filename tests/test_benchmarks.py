@@ -12,6 +12,8 @@ pytest.importorskip("transformers")
 import bench_generation
 import bench_training
 import training_cases
+import training_others
+from measured import WITHOUT_ATTENTION
 from tables import generation_table, training_table
 from training_cases import cases
 
@@ -44,21 +46,47 @@ def read(path):
 
 def test_quick_run_measures_every_implementation(device, tmp_path):
     rows = run(tmp_path / "training.csv", device=device)
-    expected = [(case.tiny(), name) for case in cases() for name in case.implementations]
-    assert len(expected) == 44
+    every = [*cases(), *training_others.cases()]
+    expected = [(case.tiny(), name) for case in every for name in case.implementations]
+    assert sum(len(case.implementations) for case in cases()) == 46
     for row, (case, implementation) in zip(rows, expected, strict=True):
         assert (row["case"], row["implementation"]) == (case.name, implementation)
         assert (row["commit"], row["torch"], row["note"]) == ("abc", torch.__version__, "")
         tokens = int(row["batch"]) * (int(row["length"]) + int(row["targets"]))
         speed = tokens / float(row["step_ms"]) * 1e3
         assert float(row["tokens_per_second"]) == pytest.approx(speed, rel=1e-2, abs=1)
-        assert 6.0 < float(row["loss"]) < 7.2  # log 512 = 6.2
+        assert bool(row["peak_memory_bytes"]) == (device == "cuda")
+        if implementation == WITHOUT_ATTENTION:
+            assert (row["loss"], row["gradient_difference"]) == ("", "")
+            continue
+        assert type(case) is not training_cases.Case or 6.0 < float(row["loss"]) < 7.2  # log 512
         assert float(row["gradient_difference"]) < 0.1
         is_first = implementation == case.implementations[0]
         assert not is_first or float(row["gradient_difference"]) == 0
-        assert bool(row["peak_memory_bytes"]) == (device == "cuda")
     table = training_table(rows)
-    assert all(f"| {row['tokens_per_second']}" in table for row in rows)
+    shown = [row for row in rows if row["implementation"] != WITHOUT_ATTENTION]
+    assert all(f"| {row['tokens_per_second']}" in table for row in shown)
+
+
+def test_table_tells_memory_of_attention():
+    """Of models that were measured without it too."""
+    peaks = {"megasoftmax": 6, "eager": 10, WITHOUT_ATTENTION: 4}
+    row = {"case": "a model", "batch": "2", "tokens_per_second": "7", "note": ""}
+    rows = [
+        {**row, "implementation": name, "peak_memory_bytes": str(peak * 2**30)}
+        for name, peak in peaks.items()
+    ]
+    assert training_table(rows).endswith("| a model | 2 | 7 (6.0, 2.0) | 7 (10.0, 6.0) |")
+    assert training_table(rows[:2]).endswith("| a model | 2 | 7 (6.0) | 7 (10.0) |")
+
+
+def test_model_without_attention_gets_it_back():
+    case = training_others.cases()[0].tiny()
+    training = bench_training.Training(case, "cpu")
+    before = training.gradients("eager")[0]
+    with case.using(training.model, WITHOUT_ATTENTION):
+        assert training.model(**training.inputs).loss.item() != pytest.approx(before)
+    assert training.gradients("eager")[0] == before
 
 
 def plant(monkeypatch, function, fault):
@@ -77,6 +105,7 @@ def plant(monkeypatch, function, fault):
         ({"window": None}, "Mistral.* 8192", ""),
         ({"visible": None}, "documents", ""),
         ({"sink": None}, "gpt-oss", "sinks"),
+        ({"bias": None}, "wav2vec2", "pos"),
         ({"window": None}, "gpt-oss", ""),
     ],
 )
@@ -113,9 +142,10 @@ def test_comparison(loss, gradient, note):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return results[name]
 
-    rows = {name: {} for name in ("eager", *results)}
+    rows = {name: {} for name in ("eager", "missing", *results)}
     bench_training.compare(SimpleNamespace(gradients=compute), rows)
     assert rows["eager"] == {"note": "out of memory"}
+    assert rows["missing"] == {"note": "wrong: KeyError: 'missing'"}
     assert rows["sdpa"] == {"loss": "9.80000", "gradient_difference": "0.0000"}
     assert rows["megasoftmax"].get("note", "") == note
 
