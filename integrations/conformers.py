@@ -7,6 +7,7 @@ them three times. Parakeet writes its mask into that bias; here the mask stays b
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
     Wav2Vec2ConformerSelfAttention,
 )
 
-from megasoftmax.integrations.relative_shift import relative_shift
+from megasoftmax.integrations.relative_shift import may_recompute, recomputed, relative_shift
 from megasoftmax.integrations.subclasses import OrFamily, asked_function, in_heads
 
 _Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -53,18 +54,20 @@ class _Conformer:
             for linear in (layer.linear_q, layer.linear_k, layer.linear_v)
         )
         positions = in_heads(layer.linear_pos(relative_position_embeddings), layer.head_size)
-        bias = _bias(query + layer.pos_bias_v[:, None], positions, layer.scaling, key.shape[2])
-        output, probabilities = function(
-            self,
-            query + layer.pos_bias_u[:, None],
-            key,
-            value,
-            attention_mask,
-            dropout=layer.dropout.p,
-            scaling=layer.scaling,
-            position_bias=bias,
-            **kwargs,
-        )
+        scaled = (query + layer.pos_bias_v[:, None]) * layer.scaling
+        bias = _bias(scaled, positions, key.shape[2])
+        with _saved_as_factors(bias, scaled, positions):
+            output, probabilities = function(
+                self,
+                query + layer.pos_bias_u[:, None],
+                key,
+                value,
+                attention_mask,
+                dropout=layer.dropout.p,
+                scaling=layer.scaling,
+                position_bias=bias,
+                **kwargs,
+            )
         return layer.linear_out(output.flatten(2)), probabilities
 
 
@@ -85,27 +88,42 @@ class _FastConformer(OrFamily):
             for linear in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
         positions = in_heads(layer.relative_k_proj(position_embeddings), layer.head_dim)
-        bias = _bias(query + layer.bias_v[:, None], positions, layer.scaling, key.shape[2])
-        output, probabilities = function(
-            self,
-            query + layer.bias_u[:, None],
-            key,
-            value,
-            attention_mask,
-            dropout=layer.attention_dropout,
-            scaling=layer.scaling,
-            position_bias=bias,
-            **kwargs,
-        )
+        scaled = (query + layer.bias_v[:, None]) * layer.scaling
+        bias = _bias(scaled, positions, key.shape[2])
+        with _saved_as_factors(bias, scaled, positions):
+            output, probabilities = function(
+                self,
+                query + layer.bias_u[:, None],
+                key,
+                value,
+                attention_mask,
+                dropout=layer.attention_dropout,
+                scaling=layer.scaling,
+                position_bias=bias,
+                **kwargs,
+            )
         return layer.o_proj(output.flatten(2)), probabilities
 
 
-def _bias(query: torch.Tensor, positions: torch.Tensor, scaling: float, keys: int) -> torch.Tensor:
+def _bias(scaled: torch.Tensor, positions: torch.Tensor, keys: int) -> torch.Tensor:
     """Scaled scores of relative positions, [batch, heads, queries, keys], a view.
 
     The query is scaled in place of the scores, which are larger.
     """
-    return relative_shift(torch.matmul(query * scaling, positions.transpose(2, 3)), keys)
+    return relative_shift(torch.matmul(scaled, positions.transpose(2, 3)), keys)
+
+
+def _saved_as_factors(
+    bias: torch.Tensor, scaled: torch.Tensor, positions: torch.Tensor
+) -> AbstractContextManager[None]:
+    """Saves the factors of a bias for backward, which autograd keeps anyway, and not the bias.
+
+    It has twice the size of all probabilities. One more product in backward makes it again.
+    """
+    if not bias.requires_grad or not may_recompute():
+        return nullcontext()
+    scaled, positions, keys = scaled.detach(), positions.detach(), bias.shape[-1]
+    return recomputed(bias, lambda: _bias(scaled, positions, keys))
 
 
 class MegasoftmaxWav2Vec2ConformerSelfAttention(_Conformer, Wav2Vec2ConformerSelfAttention):

@@ -1,5 +1,7 @@
 """The shift of Transformer-XL, by which scores of distances become scores of keys."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,41 @@ def relative_shift(scores: Tensor, keys: int) -> Tensor:
     """
     shifted: Tensor = _Shift.apply(scores, keys)
     return shifted
+
+
+def may_recompute() -> bool:
+    """Whether `recomputed` can be used: neither compiled nor under torch.func, which know no hooks.
+
+    Others' hooks, as of checkpointing, would not see what autograd saves.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    )
+
+
+@contextmanager
+def recomputed(tensor: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
+    """Lets autograd save how a tensor is computed, in place of the tensor.
+
+    Args:
+        tensor: an argument of the operations in the block.
+        compute: the same values once more, without a graph. What it holds stays in memory.
+    """
+    place = tensor.data_ptr(), tensor.shape, tensor.stride()
+
+    def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
+        return compute if (saved.data_ptr(), saved.shape, saved.stride()) == place else saved
+
+    def unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        with torch.no_grad():
+            return saved()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def _shifted(flat: Tensor, queries: int, keys: int) -> Tensor:

@@ -208,6 +208,34 @@ def test_encoder_trains_as_eager(name, padded, implementation, calls):
             assert bias.stride()[-2:] == (2 * frames - 2, 1)
 
 
+@pytest.mark.parametrize("name", ["wav2vec2_conformer", "parakeet"])
+def test_biases_are_made_again_in_the_backward_pass(name, calls, monkeypatch):
+    """Other hooks of saved tensors, as of checkpointing, and torch.func keep them."""
+    made, make = [], conformers._bias
+    monkeypatch.setattr(conformers, "_bias", lambda *given: made.append(given) or make(*given))
+    model, batch = build_encoder(name), build_sound(name, False)
+    patch_model(model)
+    _, gradients = run(model, batch)
+    assert len(made) == 4  # of two layers
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        _, kept = run(model, batch)
+    assert len(made) == 6
+    for parameter, gradient in gradients.items():
+        assert gradient is None or torch.equal(gradient, kept[parameter])
+    parameters = dict(model.eval().named_parameters())  # transforms change no running means
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, kwargs=batch)[0].square().sum()
+
+    found = torch.func.grad(loss)(parameters)
+    assert len(made) == 8
+    wanted = torch.autograd.grad(loss(parameters), [*parameters.values()], allow_unused=True)
+    for gradient, other in zip(found.values(), wanted, strict=True):
+        if other is not None:
+            scale = other.abs().max().item()
+            torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5 * scale)
+
+
 def test_other_positions_are_left_to_the_family(calls):
     torch.manual_seed(0)
     config = without_dropout(
