@@ -7,7 +7,7 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax.autocast import as_autocast
-from megasoftmax.functions.attention import attention_reasons, serves_attention
+from megasoftmax.functions.attention import AttentionCall, serves_attention
 from megasoftmax.functions.torch_sdpa import reasons_against_sdpa
 from megasoftmax.options import AttentionOptions
 
@@ -18,7 +18,8 @@ def runs_fused(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpti
         return True
     if not query.dtype == key.dtype == value.dtype:
         return False
-    reasons = attention_reasons(query, key, value, **options._asdict())
+    options.check(query, key, value)
+    reasons = AttentionCall(query, key, value, options).reasons()
     return len(reasons) == 0  # torch.compile cannot trace `not reasons`
 
 
