@@ -31,7 +31,6 @@ from megasoftmax.reference.attention import ForwardArguments
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-
 MOST_PIECES = 8
 # The fewest operations of a block of a piece: a millisecond of a GPU. Below, the host decides.
 FEWEST_OPERATIONS = 6e11
@@ -240,9 +239,6 @@ def _of_all(found: tuple[Tensor, Tensor], query: Tensor) -> tuple[Tensor, Tensor
         output.new_empty((batches, queries, heads, output.shape[-1])).transpose(1, 2),
         statistics.new_empty((3, batches, heads, queries)),
     )
-
-
-_TENSORS = reference.softmax.tensors_of(reference.attention.attention_forward)
 
 
 def _pieces(ring: Ring, given: ForwardArguments) -> list[slice]:
