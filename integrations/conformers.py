@@ -116,13 +116,15 @@ def _bias(scaled: torch.Tensor, positions: torch.Tensor, keys: int) -> torch.Ten
 def _saved_as_factors(
     bias: torch.Tensor, scaled: torch.Tensor, positions: torch.Tensor
 ) -> AbstractContextManager[None]:
-    """Saves the factors of a bias for backward, which autograd keeps anyway, and not the bias.
+    """Saves the factors of a bias for the backward pass, which are small, and not the bias.
 
-    It has twice the size of all probabilities. One more product in backward makes it again.
+    It has twice the size of all probabilities. One more product makes it again, without
+    autocast.
     """
     if not bias.requires_grad or not may_recompute():
         return nullcontext()
-    scaled, positions, keys = scaled.detach(), positions.detach(), bias.shape[-1]
+    scaled, positions = (each.detach().to(bias.dtype) for each in (scaled, positions))
+    keys = bias.shape[-1]
     return recomputed(bias, lambda: _bias(scaled, positions, keys))
 
 

@@ -37,6 +37,7 @@ def may_recompute() -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     )
 
@@ -46,13 +47,13 @@ def recomputed(tensor: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
     """Lets autograd save how a tensor is computed, in place of the tensor.
 
     Args:
-        tensor: an argument of the operations in the block.
+        tensor: an argument of the operations in the block. Autograd does not notice if what these
+            save is changed in place later.
         compute: the same values once more, without a graph. What it holds stays in memory.
     """
-    place = tensor.data_ptr(), tensor.shape, tensor.stride()
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        return compute if (saved.data_ptr(), saved.shape, saved.stride()) == place else saved
+        return compute if saved.is_set_to(tensor) else saved
 
     def unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
         if isinstance(saved, Tensor):

@@ -221,7 +221,13 @@ def test_biases_are_made_again_in_the_backward_pass(name, calls, monkeypatch):
         _, kept = run(model, batch)
     assert len(made) == 6
     for parameter, gradient in gradients.items():
+        assert (gradient is None) == (kept[parameter] is None)
         assert gradient is None or torch.equal(gradient, kept[parameter])
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**batch)[0]
+    output.float().sum().backward()
+    assert len(made) == 10
+    del made[:4]
     parameters = dict(model.eval().named_parameters())  # transforms change no running means
 
     def loss(parameters):

@@ -2,7 +2,7 @@
 // Logits of rows that a softcap alone bends: no mask, bias or dropout. They are in units of exp2,
 // softcap * log2(e) * tanh, so that the exponent of a probability takes one addition.
 //
-// A vector whose scores all lie below 46% of the softcap takes the polynomial of
+// A vector whose scaled scores all lie below half of the softcap takes the polynomial of
 // common/softcap.cuh, about 8 instructions a score. Another vector of 16 bits takes
 // 1 - 2 / (1 + e^(v/2)), with one reciprocal for four scores: the unit of special functions would
 // be slower than memory with one for each. That errs by less than 3e-7 of the softcap. The scores
@@ -70,8 +70,7 @@ class CappedLogits {
   }
   // Of one score; at least kLowest.
   __device__ __forceinline__ float of_largest(float score) const {
-    const float v = score * fourfold_;
-    return score == -INFINITY ? kLowest : fabsf(v) < 2.f ? of_polynomial(v) : of_alone(v);
+    return score == -INFINITY ? kLowest : of_single(score);
   }
   // Of one score that is not excluded.
   __device__ __forceinline__ float of_single(float score) const {

@@ -206,8 +206,11 @@ struct CappedScoresRead {
       const int at = column + i * kStride;
       Pack<T> sloped = {};
       if (extent.first_column + i * kStride < extent.end) {
+        // Scores beside the row would decide how tanh of the others is made.
+        const bool is_cut = !bounds.contains(at, kElements);
+        if (is_cut) scores[i].template fill_outside<0>(bounds.begin - at, bounds.end - at);
         Pack<T> p = capped.of(scores[i], sloped);
-        if (!bounds.contains(at, kElements)) {
+        if (is_cut) {
           p.template fill_outside<0>(bounds.begin - at, bounds.end - at);
           sloped.template fill_outside<0>(bounds.begin - at, bounds.end - at);
         }

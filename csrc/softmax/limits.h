@@ -56,7 +56,7 @@ enum Rows : unsigned {
   kBiasGradient = 16,  // backward, with sums of a bias gradient; each row belongs to one block
   kTiny = 32,          // kUnmasked or kRagged rows of a contiguous tensor, of few columns
   kRagged = 64,        // kUnmasked rows, but ragged
-  kDropped = 128,      // with dropout, whatever else; backward from scores, but if capped alone
+  kDropped = 128,      // with dropout, and backward what reads scores, but rows capped alone
   kDroppedBiasGradient = 256,
   kBiasOrRaggedMask = 512,  // in instances of a bias, or ragged with a mask
   kContiguous = 1024,       // of a contiguous tensor, with nothing but a scale or a cap; not ragged
@@ -142,10 +142,10 @@ inline constexpr int64_t kTinyColumns = 128, kTinyRaggedColumns = 512;
 inline constexpr int64_t kTinyVectors = 4, kSectorVectors = 2;
 // Owners of bias rows that keep a large GPU busy. If there are fewer, several share a bias row.
 inline constexpr int64_t kEnoughOwners = 2048;
-// Rows that a cap alone changes have logits in units of exp2, and -inf means excluded there. So the
-// cap times log2(e) is finite, and scale / cap lets the largest float16 reach the cap, and 2^63 be
-// multiplied by it. Other rows take the instances of a bias.
-inline constexpr float kLargestCapAlone = 2e38f, kLeastInner = 2e-4f, kLargestInner = 1e18f;
+// Rows that a cap alone changes have logits in units of exp2, and -inf means excluded there. So
+// twice the cap times log2(e) is finite, and scale / cap lets the largest float16 reach the cap,
+// and 2^63 be multiplied by it. Other rows take the instances of a bias.
+inline constexpr float kLargestCapAlone = 1e38f, kLeastInner = 2e-4f, kLargestInner = 1e18f;
 // Kernels count batches * heads, queries, columns and the bounds of a window in 32 bits. Loops run
 // past the end by a segment.
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;

@@ -30,7 +30,8 @@ __device__ inline void find_slopes(const Pack<T, kElements>& scores, const Softc
 }
 
 // Makes logits of raw scores. Without a bias they are divided by |scale|, which exponent_of folds
-// into exp2. With a softcap rows take the instances of a bias, which may be absent there.
+// into exp2. With a softcap and a mask, bias or dropout rows take the instances of a bias, which
+// may be absent.
 template <class T, class Mask, class Bias>
 struct Logits {
   static constexpr int kElements = kPackElements<T>;

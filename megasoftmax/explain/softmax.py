@@ -97,7 +97,8 @@ def explain(
         bias_gradient: the backward pass computes the gradient of a bias that no rows share.
         dropout: entries are dropped. The backward pass then reads the scores in place of the
             probabilities.
-        softcap: scores are capped. The backward pass reads them likewise.
+        softcap: scores are capped, by 1 to 5000 times the scale. The backward pass reads them
+            likewise.
         backward: explains the backward pass.
         gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
         multiprocessors, max_cluster, shared_bytes: in place of the GPU's own.
