@@ -148,7 +148,7 @@ def rows_of(run: measure.Run, tokens: int, name: str, rank: int) -> Iterator[mea
                         of_whole = of_one.setdefault(prefix + direction, milliseconds)
                         figures[f"{prefix}milliseconds"] = f"{milliseconds:.3f}"
                         figures[f"{prefix}efficiency"] = f"{of_whole / ranks / milliseconds:.3f}"
-                        if of_one[direction] > LONG:
+                        if of_one[direction] > LONG or run.device == "cpu":
                             break
                     yield row | figures | {"extra_bytes": peak}
         except (RuntimeError, ValueError) as error:  # of torch, which is experimental

@@ -2,6 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_ring.py    # seconds on a CPU
 
+The number of ranks is a power of 2, up to 32.
+
 Rank r has parts r and 2 * ranks - 1 - r of each sequence, with which causal attention gives all
 ranks the same work. Keys and values go round in a ring. Gradients are averaged over the ranks. Both
 models begin with the same weights and get the same text, so their losses are equal. If two losses

@@ -346,14 +346,16 @@ inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
 // Small heads, of few queries and keys, that share a bias or have none: a block takes the batches
 // and heads that share it one after the other. A warp has 16 queries. With up to 64 keys registers
 // hold the bias, in float32. With more it is in shared memory, and must be of the queries' type.
-// The kernels are for 16-bit elements without dropout.
+// The kernels are for 16-bit elements without dropout. Backward, up to so many keys, sum(dO O) of a
+// row is taken from its weights and gradients of these: no output is read.
+inline constexpr int kMostKeysWithoutOutput = 64;
 struct AttentionSmallTile {
   int head_dim;
   int side;                             // queries, and keys
   int forward_blocks, backward_blocks;  // of a multiprocessor: the compiler's register budget
 
   constexpr int threads() const { return 2 * side; }
-  constexpr bool holds_bias() const { return side <= 64; }
+  constexpr bool holds_bias() const { return side <= kMostKeysWithoutOutput; }
 };
 // clang-format off
 inline constexpr AttentionSmallTile kAttentionSmallTiles[] = {

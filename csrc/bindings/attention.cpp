@@ -501,6 +501,7 @@ Strided statistics_of(const Tensor& statistics, const Tensor& rows) {
 }
 
 void merge(Tensor output, Tensor statistics, Tensor other_output, Tensor other_statistics) {
+  check(output.is_cuda(), "output must be on a GPU");
   const torch::stable::accelerator::DeviceGuard guard(output.get_device_index());
   for (const Tensor* each : {&statistics, &other_output, &other_statistics})
     check(each->is_cuda() && each->get_device_index() == output.get_device_index(),

@@ -64,7 +64,7 @@ struct ForwardParams : LogitOptions {
   Window window;
   VisibleRanges visible;
   Dropout dropout;
-  // A moderate softcap and neither bias, mask nor dropout: see capped.cuh.
+  // A moderate cap and neither bias, mask nor dropout: see capped.cuh.
   bool are_capped_alone() const {
     return has_moderate_cap(*this) && bias.data == nullptr && mask.data == nullptr &&
            !dropout.is_given();

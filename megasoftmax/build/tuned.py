@@ -65,19 +65,21 @@ def apply(compiled: ctypes.CDLL, tuned: Tuned | None) -> None:
 def load(compiled: ctypes.CDLL, library: Path) -> None:
     """Lets plans read the file of this machine's GPU, if there is one and it belongs to `library`.
 
-    A file that does not is a warning. MEGASOFTMAX_TUNED=0: no file is read.
+    A file that does not is a warning. MEGASOFTMAX_TUNED=0: no file is read. If there is one, CUDA
+    is initialised, which tells the GPU.
     """
     if os.environ.get("MEGASOFTMAX_TUNED") == "0" or not any(library.parent.glob("tuned-*.json")):
         return
-    name = gpu_name()
-    path = None if name is None else file_of(library, name)
-    if path is None or not path.exists():
-        return
+    path = None
     try:
-        apply(compiled, _read(path, library))
-    except (OSError, ValueError, AttributeError) as error:
+        name = gpu_name()
+        path = None if name is None else file_of(library, name)
+        if path is not None and path.exists():
+            apply(compiled, _read(path, library))
+    except (OSError, ValueError, AttributeError, RuntimeError) as error:
         warnings.warn(
-            f"{path} is ignored, and thresholds are those that are built in: {error}. "
+            f"{path or 'What was measured'} is ignored, and thresholds are those that are built "
+            f"in: {error}. "
             "`megasoftmax tune` measures them again, and `megasoftmax tune --remove` removes it.",
             RuntimeWarning,
             stacklevel=3,

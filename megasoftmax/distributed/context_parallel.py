@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 MOST_PIECES = 8
 # The fewest operations of a block of a piece: a millisecond of a GPU. Below, the host decides.
 FEWEST_OPERATIONS = 6e11
-FEW_KEYS = 64  # of a block whose kernel may read no output
 
 
 class _Part(NamedTuple):
@@ -234,11 +233,17 @@ def _block(ring: Ring, of_queries: _Part, of_keys: _Part, given: ForwardArgument
 def _of_all(found: tuple[Tensor, Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
     """Room for output and statistics of all heads, from those of some."""
     output, statistics = found
-    batches, heads, queries, _ = query.shape
     return (
-        output.new_empty((batches, queries, heads, output.shape[-1])).transpose(1, 2),
-        statistics.new_empty((3, batches, heads, queries)),
+        _new_output(query, output.shape[-1], output.dtype),
+        statistics.new_empty((3, *query.shape[:-1])),
     )
+
+
+def _new_output(query: Tensor, value_dim: int, dtype: torch.dtype) -> Tensor:
+    """In memory [b, m, h, dv]. No view, which autograd would forbid to change in place."""
+    batches, heads, queries, _ = query.shape
+    strides = (queries * heads * value_dim, value_dim, heads * value_dim, 1)
+    return query.new_empty_strided((batches, heads, queries, value_dim), strides, dtype=dtype)
 
 
 def _pieces(ring: Ring, given: ForwardArguments) -> list[slice]:
@@ -321,7 +326,7 @@ class _RingFunction(torch.autograd.Function):
         tensors = {name: getattr(given, name) for name in _TENSORS}
         ctx.save_for_backward(*tensors.values(), output, statistics)
         ctx.given = given._replace(**dict.fromkeys(tensors)), implementation, ring
-        return output, statistics[2]
+        return output, statistics[2].clone()
 
     @staticmethod
     def backward(
@@ -421,7 +426,7 @@ def _backward_of_block(
     """What `attention_backward` returns for a block, from output and statistics of all keys.
 
     Most kernels read these alone, and compute the block's part of all weights. What else they take
-    from a row holds for whole rows: a block of few keys has no output read, and the gradient of a
+    from a row holds for whole rows: for few keys no output is read, and the gradient of a
     bias with an entry for each query is that of the log-sum-exp. Such a block, and any in plain
     torch, is computed anew, and gets the gradients of its own output and log-sum-exp: w dO and
     w (h + sum(dO (O of the block - O))), with w = exp(lse of the block - lse).
@@ -429,7 +434,11 @@ def _backward_of_block(
     query, keys, bias = given.query, given.key.shape[2], given.bias
     has_kernels = query.is_cuda and implementation is ops.attention.IMPLEMENTATION
     is_of_queries = bias is not None and bias.shape[-1] == 1
-    if not has_kernels or keys <= FEW_KEYS or (wants_bias and is_of_queries):
+    if (
+        not has_kernels
+        or keys <= ops.attention.most_keys_without_output()
+        or (wants_bias and is_of_queries)
+    ):
         of_block, found = implementation.forward(*given)
         nothing = found[2] == -torch.inf
         weights = torch.exp(found[2] - statistics[2]).masked_fill(nothing, 0)
@@ -473,7 +482,7 @@ class _Shares:
     Args:
         like: the tensor whose gradient it is.
         dtype: of sums; that of shares is the tensor's. Two shares are added without such a sum.
-        into: where `finish` leaves it; by default nowhere else.
+        into: `finish` copies the sum there and frees it; None: it stays here.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> None:
@@ -495,23 +504,24 @@ class _Shares:
     def exact(self) -> Tensor:
         """In the type of sums."""
         if self._sum is None:
-            self._sum = torch.zeros_like(self._like)
+            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
         self._sum = self._sum.to(self._dtype)
-        if self._second is not None:
-            rows, share = self._second
-            self._sum[:, :, rows] += share
-            self._second = None
+        self._add_second()
         return self._sum
 
     def rounded(self) -> Tensor:
         """In the type of the tensor."""
         if self._sum is None:
             return torch.zeros_like(self._like)
-        if self._second is not None:
-            rows, share = self._second
-            self._sum[:, :, rows] += share  # computed in float32
-            self._second = None
+        self._add_second()  # computed in float32
         return self._sum.to(self._like.dtype)
+
+    def _add_second(self) -> None:
+        if self._second is not None:
+            assert self._sum is not None
+            rows, share = self._second
+            self._sum[:, :, rows] += share
+            self._second = None
 
     def finish(self) -> None:
         """Nothing is added any more."""
@@ -580,9 +590,8 @@ class _Merged:
 
     def _to_sum(self) -> None:
         if self._output is None:
-            batches, heads, queries, _ = self._given.query.shape
-            shape = batches, queries, heads, self._given.value.shape[-1]
-            output = self._given.query.new_zeros(shape, dtype=self._dtype).transpose(1, 2)
+            value_dim = self._given.value.shape[-1]
+            output = _new_output(self._given.query, value_dim, self._dtype).zero_()
             self._output = output
             self._statistics = output.new_full((3, *output.shape[:-1]), -torch.inf)
             self._statistics[0] = 0

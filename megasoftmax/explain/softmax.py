@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megasoftmax.build import library, tuned
+from megasoftmax.build import tuned
 from megasoftmax.explain.common import (
     Moved,
     ask,
     check_call,
+    plans,
     visible_entries,
     window_of,
 )
@@ -111,7 +112,7 @@ def explain(
     _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
     table = kernel_limits().backward if backward else kernel_limits().forward
     device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
-    library.plans()  # which reads what was measured
+    plans()  # which reads what was measured
     measured = tuned.of_gpu(device.name)
     if measured is not None:
         all_rows = measured.backward if backward else measured.forward

@@ -62,7 +62,8 @@ def ring_attention(
     order of the sequence. Keys and values go round in a ring while blocks are computed, forward and
     backward; beside its own, a rank holds those of two ranks at a time, of some heads where there
     is much to compute. What is kept for the backward pass is of this rank: inputs, output, and
-    three numbers for each query and head.
+    three numbers for each query and head. Without kernels the backward pass computes each block
+    anew.
 
     With causality and the order "contiguous" the last rank computes 2 * ranks - 1 times as much as
     the first, and all wait for it. With "zigzag" each rank has an early and a late part of the

@@ -181,6 +181,12 @@ tile_note = define("tile_note(Tensor mask, int block, int queries, int keys) -> 
 implement(tile_note, _tile_note)
 fake(tile_note, _fake_tile_note)
 
+
+def most_keys_without_output() -> int:
+    """Up to so many keys the backward pass may take sum(dO O) from weights, and not from O."""
+    return kernel_limits().attention["kMostKeysWithoutOutput"]
+
+
 # Changes an output and statistics to those over the keys of two parts.
 merge = define(
     "attention_merge(Tensor(a!) output, Tensor(b!) statistics, Tensor other_output, "
