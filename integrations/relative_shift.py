@@ -37,7 +37,7 @@ def may_recompute() -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     )
 
