@@ -30,7 +30,7 @@ VERSION = 1
 _OWN_IMPORT = re.compile(r"^( *)from megasoftmax(?:\.([\w.]+))? import ", re.MULTILINE)
 _LEFT_OUT = (
     *("__main__.py", "_export_kernels.py", "_extras.py", "_progress.py", "_tables.py"),
-    *("check", "integrations", "regression"),
+    *("tune.py", "check", "integrations", "regression"),
 )
 # What attn_implementation="org/repo:flash_attn_forward" of transformers looks up in the kernel.
 _ATTENTION = """
