@@ -98,7 +98,7 @@ def explain(
         bias_gradient: the backward pass computes the gradient of a bias that no rows share.
         dropout: entries are dropped. The backward pass then reads the scores in place of the
             probabilities.
-        softcap: scores are capped, by 1 to 5000 times the scale. The backward pass reads them
+        softcap: scores are capped, by at most 5000 times the scale. The backward pass reads them
             likewise.
         backward: explains the backward pass.
         gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
