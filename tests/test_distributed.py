@@ -306,6 +306,12 @@ SPLITS = {
         OF_BATCHES | {"bias": 0},
         {"output": 0, "lse": 0, "query": 0, "bias": 0},
     ),
+    "attention, windows that repeat a mask": Split(
+        attention_through_ops,
+        with_rows() | {"mask": excluded(2, 1, 5, 7)},
+        dict.fromkeys((*QKV, "bias"), 0),
+        {"output": 0, "lse": 0, "query": 0, "bias": 0},
+    ),
     "attention, rows of heads": Split(
         attention,
         with_rows(),

@@ -594,6 +594,7 @@ def of_leading() -> dict[str, tuple[dict[str, Any], bool]]:
         "bias of all": ({"bias": normal(1, 1, 1, 6, 7)}, True),
         "table": ({"bias": megasoftmax.RelativeBias(normal(2, 1, 4, 12))}, True),
         "mask": ({"mask": bools(2, 3, 1, 6, 7)}, True),
+        "mask of the inner": ({"mask": bools(3, 1, 6, 7)}, True),
         "mask of the outer": ({"mask": bools(2, 1, 1, 1, 7)}, False),
         "mask of pairs": ({"mask": bools(6, 7)}, True),
         "mask apart": ({"mask": bools(3, 2, 1, 1, 7).transpose(0, 1)}, False),

@@ -65,13 +65,13 @@ __device__ void read_mask(const AttentionParams& params, int batch, int head, in
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Strided& mask = params.mask;
   if (params.mask_block > 1) {
-    const bool* const row = mask.row<const bool>(batch, head, first_query / params.mask_block);
+    const bool* const row = params.mask_row(batch, head, first_query / params.mask_block);
     const bool is_excluded = row[first_key / params.mask_block * mask.column_stride];
     excluded[0] = excluded[1] = is_excluded ? ~TileBits{0} : 0;
     return;
   }
   const bool* const tile =
-      mask.row<const bool>(batch, head, first_query) + int64_t{first_key} * mask.column_stride;
+      params.mask_row(batch, head, first_query) + int64_t{first_key} * mask.column_stride;
   if (mask.query_stride != 0 && is_wide(params, tile, first_key)) {
     read_wide_mask(params, tile, first_query, excluded);
     return;

@@ -58,10 +58,13 @@ struct BlockMaskLayout {
 struct BlockMask {
   uint32_t* words = nullptr;
   BlockMaskLayout layout;
+  Divider batches;  // batch i reads entry i modulo so many
   int64_t batch_stride = 0, head_stride = 0;
 
-  __host__ __device__ uint32_t* of(int64_t batch, int64_t head) const {
-    return words + batch * batch_stride + head * head_stride;
+  __host__ __device__ uint32_t* of(int batch, int64_t head) const {
+    int round, entry;
+    batches.split(batch, round, entry);
+    return words + entry * batch_stride + head * head_stride;
   }
 };
 

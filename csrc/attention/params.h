@@ -42,9 +42,11 @@ struct AttentionParams : LogitOptions {
   Divider heads_per_key_head;
 
   // Bool, true = excluded, and a bias, of any strides. An entry of the mask stands for `mask_block`
-  // queries and keys. Consecutive batches and heads may share an entry of the bias.
+  // queries and keys, and batch i reads entry i modulo `mask_batches`. Consecutive batches and
+  // heads may share an entry of the bias.
   Strided mask, bias;
   int mask_block = 1;  // or a multiple of kMaskTile
+  Divider mask_batches;
   VisibleRanges visible;
   bool is_relative = false;                  // the bias: an entry depends on key - query alone
   Divider batches_per_bias, heads_per_bias;  // of all, without a bias
@@ -77,6 +79,12 @@ struct AttentionParams : LogitOptions {
     logit_scale = factor();
   }
 
+  // A row of blocks of the mask.
+  __device__ const bool* mask_row(int batch, int head, int row) const {
+    int round, entry;
+    mask_batches.split(batch, round, entry);
+    return mask.row<const bool>(entry, head, row);
+  }
   // Which entry of the bias a batch and head have.
   __device__ void entry_of_bias(int batch, int head, int& bias_batch, int& bias_head) const {
     int rest;

@@ -120,7 +120,7 @@ auto planned(Params& params, const std::optional<Tensor>& bias, Tensor& rows, Pl
   return plan(params);
 }
 
-// An entry for each block of queries and keys.
+// An entry for each block of queries and keys. Its batches may repeat.
 void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
   check(mask.scalar_type() == ScalarType::Bool && mask.dim() == 4,
         "mask must be bool, of 4 dimensions");
@@ -131,10 +131,12 @@ void set_mask(AttentionParams& params, const Tensor& mask, int64_t block) {
                                      divide_up<int64_t>(params.keys, block)};
   std::array<int64_t, 4> strides{};
   for (int64_t i = 0; i < 4; ++i) {
-    check(mask.size(i) == sizes[i] || mask.size(i) == 1,
+    const int64_t size = mask.size(i);
+    check(size == sizes[i] || size == 1 || (i == 0 && size > 0 && sizes[i] % size == 0),
           "mask does not broadcast to the scores in dimension ", i);
-    strides[i] = mask.size(i) == 1 ? 0 : mask.stride(i);
+    strides[i] = size == 1 ? 0 : mask.stride(i);
   }
+  params.mask_batches = Divider(mask.size(0));
   params.mask = {mask.data_ptr(), DType::kFloat32, strides[0], strides[1], strides[2], strides[3]};
   params.mask_block = static_cast<int>(block);
   params.block_mask.layout =
@@ -149,13 +151,14 @@ std::optional<Tensor> set_block_mask(AttentionParams& params, const std::optiona
                                      const std::optional<Tensor>& given, const Tensor& beside,
                                      bool is_for_backward) {
   if (!mask && !first && !end) return {};
-  const auto any_has = [&](int64_t dim) {
-    bool has = false;
-    for (const std::optional<Tensor>* tensor : {&mask, &first, &end})
-      has |= tensor->has_value() && (**tensor).size(dim) != 1;
-    return has;
+  const auto size = [](const std::optional<Tensor>& tensor, int64_t dim) {
+    return tensor ? tensor->size(dim) : 1;
   };
-  const int64_t batches = any_has(0) ? params.batches : 1, heads = any_has(1) ? params.heads : 1;
+  const auto ranges_have = [&](int64_t dim) {
+    return size(first, dim) != 1 || size(end, dim) != 1;
+  };
+  const int64_t batches = ranges_have(0) ? params.batches : size(mask, 0);
+  const int64_t heads = ranges_have(1) ? params.heads : size(mask, 1);
   if (!mask) params.block_mask.layout = BlockMaskLayout(params.queries, params.keys, 0);
   const int64_t words = params.block_mask.layout.words();
   if (given) {
@@ -170,7 +173,8 @@ std::optional<Tensor> set_block_mask(AttentionParams& params, const std::optiona
   }
   const Tensor note = given ? *given : new_tensor({batches, heads, words}, ScalarType::Int, beside);
   params.block_mask.words = static_cast<uint32_t*>(note.data_ptr());
-  params.block_mask.batch_stride = batches == 1 ? 0 : note.stride(0);
+  params.block_mask.batches = Divider(batches);
+  params.block_mask.batch_stride = note.stride(0);
   params.block_mask.head_stride = heads == 1 ? 0 : note.stride(1);
   if (!given)
     check_cuda(attention_block_mask(params, static_cast<int>(batches), static_cast<int>(heads),

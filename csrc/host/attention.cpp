@@ -131,21 +131,28 @@ bool fit(const Tensor& query, const Tensor& key, const Tensor& value) {
          query.size(0) * query.size(1) <= INT32_MAX && query.size(2) + key.size(2) <= kMaxPositions;
 }
 
+// How entries of a merged tensor may be fewer than the examples: consecutive examples share one, so
+// that the last leading dimensions may be missing, or entries repeat, so that the first may.
+enum class Sharing { kNone, kByNeighbours, kRepeated };
+
 // A tensor that broadcasts to [..., heads, ...], with one dimension in place of the leading ones,
 // as megasoftmax/functions/leading.py merges them; none where that is no view. `trailing`:
-// dimensions from the heads on. `divides`: consecutive examples may share an entry, so that a
-// tensor which is constant along the last leading dimensions keeps its entries.
+// dimensions from the heads on.
 std::optional<Tensor> merged(const Tensor& tensor, at::IntArrayRef leading, int64_t trailing,
-                             bool divides) {
+                             Sharing sharing) {
   const int64_t own = tensor.dim() - trailing;
   if (own <= 0) return tensor;
   const auto missing = static_cast<int64_t>(leading.size()) - own;
   const auto size = [&](int64_t dim) { return dim < missing ? 1 : tensor.size(dim - missing); };
-  int64_t end = static_cast<int64_t>(leading.size());
-  while (end > 0 && size(end - 1) == 1 && (divides || leading[end - 1] == 1)) --end;
+  int64_t begin = 0, end = static_cast<int64_t>(leading.size());
+  const auto may_lack = [&](int64_t dim, Sharing kind) {
+    return size(dim) == 1 && (sharing == kind || leading[dim] == 1);
+  };
+  while (end > begin && may_lack(end - 1, Sharing::kByNeighbours)) --end;
+  while (begin < end && may_lack(begin, Sharing::kRepeated)) ++begin;
   int64_t entries = 1, stride = 0, varying = 0;
   for (int64_t dim = 0; dim < own; ++dim) varying += tensor.size(dim) != 1;
-  for (int64_t dim = 0; varying > 0 && dim < end; ++dim) {
+  for (int64_t dim = begin; varying > 0 && dim < end; ++dim) {
     if (size(dim) != leading[dim]) return {};
     if (size(dim) == 1) continue;
     const int64_t of_dim = tensor.stride(dim - missing);
@@ -193,8 +200,11 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
       if ((*tensor)->dim() != query.dim() ||
           (*tensor)->sizes().slice(0, leading.size()) != at::IntArrayRef(leading))
         return {};
-    const std::optional<Tensor> one_batch = merged(query, leading, 3, false);
-    key = merged(*key, leading, 3, false), value = merged(*value, leading, 3, false);
+    const auto merge = [&](const Tensor& tensor) {
+      return merged(tensor, leading, 3, Sharing::kNone);
+    };
+    const std::optional<Tensor> one_batch = merge(query);
+    key = merge(*key), value = merge(*value);
     if (!one_batch || !key || !value) return {};
     query = with_rank(*one_batch, 4), key = with_rank(*key, 4), value = with_rank(*value, 4);
   }
@@ -235,14 +245,14 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
   reader.decline_unless(options.scale >= package().tiniest_scale && options.scale <= kMaxScale);
   if (reader.has_declined()) return {};
   if (!has_one_batch) {
-    const auto merge = [&](std::optional<Tensor>& tensor, int64_t trailing, bool divides) {
+    const auto merge = [&](std::optional<Tensor>& tensor, int64_t trailing, Sharing sharing) {
       if (!tensor) return;
-      tensor = merged(*tensor, leading, trailing, divides);
+      tensor = merged(*tensor, leading, trailing, sharing);
       reader.decline_unless(tensor.has_value());
     };
-    merge(bias, options.is_relative ? 2 : 3, true);
-    merge(options.mask, 3, false);
-    merge(options.visible.first, 2, false), merge(options.visible.end, 2, false);
+    merge(bias, options.is_relative ? 2 : 3, Sharing::kByNeighbours);
+    merge(options.mask, 3, Sharing::kRepeated);
+    merge(options.visible.first, 2, Sharing::kNone), merge(options.visible.end, 2, Sharing::kNone);
     if (reader.has_declined()) return {};
   }
   return AttentionCall{query, *key, *value, bias, sink.tensor, options, return_lse, leading};

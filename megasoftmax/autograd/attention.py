@@ -97,20 +97,24 @@ def batch_backward(
 def _examples_as_batches(given: Any, dims: Any, count: int) -> Any:
     """Arguments with `count` times the batches.
 
-    A mask, or a range, of one batch for all may stay so. Kernels make the note of the new mask.
+    A mask that all examples share stays, and so does a range of one batch for all. Kernels make
+    the note of the new mask.
     """
     broadcast = ("mask", "first", "end")
 
     def joined(name: str) -> Any:
         tensor, dim = getattr(given, name), getattr(dims, name)
-        if tensor is None or (name in broadcast and dim is None and tensor.shape[0] == 1):
+        if tensor is None or (
+            dim is None and (name == "mask" or (name in broadcast and tensor.shape[0] == 1))
+        ):
             return tensor
         tensor = function.batch_first(tensor, dim, count)
         if name == "statistics":
             return tensor.movedim(1, 0).flatten(1, 2)
         if name in broadcast:
             batches = given.query.shape[1 if dims.query == 0 else 0]
-            tensor = tensor.expand(count, batches, *tensor.shape[2:])
+            if tensor.shape[1] != batches:
+                tensor = tensor.repeat(1, batches // tensor.shape[1], *(1,) * (tensor.dim() - 2))
         return tensor.flatten(0, 1)
 
     names = ("d_output", "d_lse", "query", "key", "value", "output", "statistics", "bias")

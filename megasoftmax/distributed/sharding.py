@@ -207,7 +207,14 @@ _BESIDE_QUERIES = reference.softmax.tensors_of(reference.attention.attention_for
 
 def _beside_queries(given: Any, dim: int) -> dict[str, _Placement]:
     """Of what attention has beside its queries, where these are split."""
-    return {name: _of_shared(getattr(given, name), dim) for name in _BESIDE_QUERIES}
+    found = {name: _of_shared(getattr(given, name), dim) for name in _BESIDE_QUERIES}
+    return found | ({"mask": _REPLICATED} if _repeats(given, dim) else {})
+
+
+def _repeats(given: Any, dim: int) -> bool:
+    """Whether a mask has fewer batches than the query, and begins again after its last."""
+    mask = given.mask
+    return dim == 0 and mask is not None and mask.shape[0] not in (1, given.query.shape[0])
 
 
 def _attention_backward(*args: Any) -> Iterator[_Split]:
@@ -259,11 +266,14 @@ def _splittable(given: Any) -> Iterator[int]:
 
     Neighbours that share an entry, of keys or of a bias, must stay together: the entries have to be
     divided evenly. Where all have their own, or all the same, the parts may differ by anything.
+    Each part begins with the first entry of a mask that repeats.
     """
     for dim in (0, 1):
         entries = {
             tensor.shape[dim] for tensor in (given.key, given.bias) if tensor is not None
         } - {1, given.query.shape[dim]}
+        if _repeats(given, dim):
+            entries.add(given.query.shape[0] // given.mask.shape[0])
         parts = _parts(given, dim) if entries else 1
         if parts is not None and all(count % parts == 0 for count in entries):
             yield dim

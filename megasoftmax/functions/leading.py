@@ -3,11 +3,14 @@
 Query, key and value merge as views where their strides allow it. So do operands that have an entry
 for each example, or one for all. A bias may also be constant along the last leading dimensions: it
 keeps an entry for each of the others, and kernels divide the index of an example by how many share
-one. Other operands are expanded to all examples, which copies them; `copies` names them.
+one. A mask may be constant along the first: its entries repeat. Other operands are expanded to all
+examples, which copies them; `copies` names them.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +19,15 @@ from megasoftmax.dispatch import Reason
 from megasoftmax.masks import TileMask
 from megasoftmax.options import AttentionOptions, Ranges
 
-# Dimensions from the heads on.
-_OF_PAIRS, _OF_TABLE, _OF_BOUNDS = 3, 2, 2
+
+class _Kind(NamedTuple):
+    trailing: int  # dimensions from the heads on
+    lacks_last: bool = False  # it may keep an entry for several examples that follow each other
+    lacks_first: bool = False  # it may keep entries that repeat
+
+
+_QUERY, _BIAS, _MASK = _Kind(3), _Kind(3, lacks_last=True), _Kind(3, lacks_first=True)
+_TABLE, _BOUNDS = _Kind(2, lacks_last=True), _Kind(2)
 
 
 def merged(
@@ -25,7 +35,8 @@ def merged(
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """A valid call whose tensors have one leading dimension.
 
-    Its bias may have a batch that divides that of the query: example i reads i // (b / bias batch).
+    The batches of its bias and of its mask may divide that of the query, b: example i reads entry
+    i // (b / batches) of the bias, and i % batches of the mask.
     """
     if query.dim() == 4:
         return query, key, value, options
@@ -47,13 +58,16 @@ def unmerged(result: Tensor, query: Tensor) -> Tensor:
 
 
 def entries(options: AttentionOptions, leading: Sequence[int]) -> list[tuple[int, int]]:
-    """(batch, heads) of bias, mask and ranges once merged; what is missing is 1."""
+    """(batch, heads) of bias, mask and ranges once merged; what is missing is 1.
+
+    A mask whose entries repeat counts as one with an entry for each example.
+    """
     found = []
-    for _, tensor, trailing, is_bias in _operands(options):
-        heads = tensor.shape[-trailing] if tensor.dim() >= trailing else 1
-        batch = 1
-        for size in _sizes(tensor, trailing, is_bias, leading):
-            batch *= size
+    for _, tensor, kind in _operands(options):
+        heads = tensor.shape[-kind.trailing] if tensor.dim() >= kind.trailing else 1
+        batch = math.prod(_sizes(tensor, kind, leading))
+        if kind.lacks_first and batch != 1:
+            batch = math.prod(leading)
         found.append((batch, heads))
     return found
 
@@ -67,12 +81,12 @@ def copies(
         return ()
     found = []
     tensors = (("query", query), ("key", key), ("value", value))
-    for name, tensor, trailing, is_bias in (
-        *((name, tensor, _OF_PAIRS, False) for name, tensor in tensors),
+    for name, tensor, kind in (
+        *((name, tensor, _QUERY) for name, tensor in tensors),
         *_operands(options),
     ):
-        if tensor.dim() > trailing and not _merges(
-            _expanded(tensor, trailing, is_bias, leading), len(leading)
+        if tensor.dim() > kind.trailing and not _merges(
+            _expanded(tensor, kind, leading), len(leading)
         ):
             shape = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
             limit = f"a view that broadcasts to {tuple(leading)} and merges them"
@@ -88,15 +102,15 @@ def _merged_bias(
     bias: Tensor | RelativeBias | None, leading: Sequence[int]
 ) -> Tensor | RelativeBias | None:
     if isinstance(bias, RelativeBias):
-        return RelativeBias(_merged(bias.table, _OF_TABLE, True, leading))
-    return None if bias is None else _merged(bias, _OF_PAIRS, True, leading)
+        return RelativeBias(_merged(bias.table, _TABLE, leading))
+    return None if bias is None else _merged(bias, _BIAS, leading)
 
 
 def _merged_mask(
     mask: Tensor | TileMask | None, leading: Sequence[int]
 ) -> Tensor | TileMask | None:
     def merge(tensor: Tensor) -> Tensor:
-        return _merged(tensor, _OF_PAIRS, False, leading)
+        return _merged(tensor, _MASK, leading)
 
     if isinstance(mask, TileMask):
         return mask.with_leading(tuple(leading), merge)
@@ -104,50 +118,48 @@ def _merged_mask(
 
 
 def _merged_bounds(visible: Ranges, leading: Sequence[int]) -> Ranges:
-    first, end = (
-        None if bound is None else _merged(bound, _OF_BOUNDS, False, leading) for bound in visible
-    )
+    first, end = (None if bound is None else _merged(bound, _BOUNDS, leading) for bound in visible)
     return first, end
 
 
-def _operands(options: AttentionOptions) -> list[tuple[str, Tensor, int, bool]]:
-    """Name, tensor, dimensions from the heads on, and whether it is a bias."""
+def _operands(options: AttentionOptions) -> list[tuple[str, Tensor, _Kind]]:
     bias, mask = options.bias, options.mask
     found = []
     if isinstance(bias, RelativeBias):
-        found.append(("bias.table", bias.table, _OF_TABLE, True))
+        found.append(("bias.table", bias.table, _TABLE))
     elif bias is not None:
-        found.append(("bias", bias, _OF_PAIRS, True))
+        found.append(("bias", bias, _BIAS))
     if mask is not None:
         tensor = mask.tensor if isinstance(mask, TileMask) else mask
-        found.append(("mask", tensor, _OF_PAIRS, False))
+        found.append(("mask", tensor, _MASK))
     for name, bound in zip(("visible[0]", "visible[1]"), options.visible or (), strict=False):
         if bound is not None:
-            found.append((name, bound, _OF_BOUNDS, False))
+            found.append((name, bound, _BOUNDS))
     return found
 
 
-def _sizes(tensor: Tensor, trailing: int, is_bias: bool, leading: Sequence[int]) -> tuple[int, ...]:
+def _sizes(tensor: Tensor, kind: _Kind, leading: Sequence[int]) -> tuple[int, ...]:
     """What the leading dimensions of a tensor are expanded to before they merge."""
-    own = tensor.shape[:-trailing]
+    own = tensor.shape[: -kind.trailing]
     missing = len(leading) - len(own)
-    if len(leading) == 1:  # a bias may have been merged
+    if len(leading) == 1:  # it may have been merged
         return (*(1,) * missing, *own)
     varying = [missing + dim for dim, size in enumerate(own) if size != 1]
     if len(varying) == 0:
         return (1,) * len(leading)
-    end = varying[-1] + 1 if is_bias else len(leading)
-    return (*leading[:end], *(1,) * (len(leading) - end))
+    begin = varying[0] if kind.lacks_first else 0
+    end = varying[-1] + 1 if kind.lacks_last else len(leading)
+    return (*(1,) * begin, *leading[begin:end], *(1,) * (len(leading) - end))
 
 
-def _expanded(tensor: Tensor, trailing: int, is_bias: bool, leading: Sequence[int]) -> Tensor:
-    return tensor.expand(*_sizes(tensor, trailing, is_bias, leading), *(-1,) * trailing)
+def _expanded(tensor: Tensor, kind: _Kind, leading: Sequence[int]) -> Tensor:
+    return tensor.expand(*_sizes(tensor, kind, leading), *(-1,) * kind.trailing)
 
 
-def _merged(tensor: Tensor, trailing: int, is_bias: bool, leading: Sequence[int]) -> Tensor:
-    if tensor.dim() <= trailing:  # no leading dimension
+def _merged(tensor: Tensor, kind: _Kind, leading: Sequence[int]) -> Tensor:
+    if tensor.dim() <= kind.trailing:  # no leading dimension
         return tensor
-    return _expanded(tensor, trailing, is_bias, leading).flatten(0, -1 - trailing)
+    return _expanded(tensor, kind, leading).flatten(0, -1 - kind.trailing)
 
 
 def _merges(expanded: Tensor, count: int) -> bool:

@@ -9,6 +9,7 @@ from megasoftmax.functions import leading
 from megasoftmax.functions.calls import int32_bounds
 from megasoftmax.masks import TileMask
 from megasoftmax.options import AttentionOptions
+from megasoftmax.reference.attention import repeated
 
 
 def reasons_against_sdpa(
@@ -42,6 +43,9 @@ def attention_by_sdpa(
         return None
     bias, mask, window, visible = options.bias, options.mask, options.window, options.visible
     queries, keys = query.shape[2], key.shape[2]
+    if mask is not None:
+        mask = mask.to_mask(queries, keys) if isinstance(mask, TileMask) else mask
+        mask = repeated(mask, query.shape[0]) if mask.dim() == 4 else mask
     needs_mask = _needs_mask(options.causal, query, key)
     if bias is None and mask is None and window is None and visible is None and not needs_mask:
         added = None
@@ -50,7 +54,7 @@ def attention_by_sdpa(
             query,
             key,
             bias.dense(queries, keys) if isinstance(bias, RelativeBias) else bias,
-            mask.to_mask(queries, keys) if isinstance(mask, TileMask) else mask,
+            mask,
             needs_mask,
             (-1, -1) if window is None else window,
             *((None, None) if visible is None else int32_bounds(visible, keys)),

@@ -77,7 +77,8 @@ def attention_forward(
         value: [b, hk, n, dv], of the same dtype.
         bias: floating, [bb, h or 1, m or 1, n or 1], added to the scaled products; or None. bb
             divides b: example i takes entry i // (b / bb).
-        mask: bool, [b or 1, h or 1, m or 1, n or 1], True = excluded; or None.
+        mask: bool, [bm, h or 1, m or 1, n or 1], True = excluded; or None. bm divides b: example i
+            takes entry i % bm.
         scale: factor of the products of queries and keys.
         softcap: above 0, softcap * tanh(scale * product / softcap) takes the place of the scaled
             product; 0: none.
@@ -88,7 +89,7 @@ def attention_forward(
         note: the block mask that `megasoftmax::tile_note` made of the mask, or None. Only kernels
             use it.
         block: 1, or a multiple of 64: the mask then has an entry for each block x block pairs,
-            [b or 1, h or 1, ceil(m / block), ceil(n / block)].
+            [bm, h or 1, ceil(m / block), ceil(n / block)].
         dropout: the probability to drop an entry of P in the product with the values: a dropped
             entry counts as 0, a kept one as `dropout.factor` times P.
         seed: int64, one element, which decides what is dropped; may be None where dropout is 0.
@@ -316,10 +317,18 @@ def _cuts_of_bias(bias: Tensor | None) -> tuple[int, ...]:
 def _block(given: Any) -> _Block:
     """The block of all batches, heads and queries."""
     diagonal = given.key.shape[-2] - given.query.shape[-2]
+    mask = None if given.mask is None else repeated(given.mask, given.query.shape[0])
     return _Block(
-        *(given.query, given.key, given.value, given.bias, given.mask, given.sink),
+        *(given.query, given.key, given.value, given.bias, mask, given.sink),
         *(given.first, given.end, diagonal, 0, 0, 0, given.block),
     )
+
+
+def repeated(mask: Tensor, batches: int) -> Tensor:
+    """A mask of fewer batches than the query, with all of them or 1."""
+    if mask.shape[0] in (1, batches):
+        return mask
+    return mask.repeat(batches // mask.shape[0], *(1,) * (mask.dim() - 1))
 
 
 def _in_blocks(

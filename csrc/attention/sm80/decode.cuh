@@ -64,10 +64,9 @@ __device__ __forceinline__ void find_excluded(const AttentionForwardParams& para
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const DecodeRow row(params, key_head, lane_row + row_offset(0, 2 * half));
-    const bool* const mask =
-        params.mask.data == nullptr
-            ? nullptr
-            : params.mask.row<const bool>(batch, row.head, row.query / mask_block);
+    const bool* const mask = params.mask.data == nullptr
+                                 ? nullptr
+                                 : params.mask_row(batch, row.head, row.query / mask_block);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
