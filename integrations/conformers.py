@@ -2,8 +2,8 @@
 
 Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T with `position_embeddings_type="relative"`, and
 Parakeet (FastConformer). All of them call the attention interface, so that these subclasses only
-save memory: scores of positions become a bias as a view (`relative_shift`), where the family copies
-them three times. Parakeet writes its mask into that bias; here the mask stays bool.
+save memory and time: scores of positions become a bias as a view (`position_scores`), where the
+family copies them three times. Parakeet writes its mask into that bias; here the mask stays bool.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
     Wav2Vec2ConformerSelfAttention,
 )
 
-from megasoftmax.integrations.relative_shift import may_recompute, recomputed, relative_shift
+from megasoftmax.integrations.relative_shift import may_recompute, position_scores, recomputed
 from megasoftmax.integrations.subclasses import OrFamily, asked_function, in_heads
 
 _Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -55,7 +55,7 @@ class _Conformer:
         )
         positions = in_heads(layer.linear_pos(relative_position_embeddings), layer.head_size)
         scaled = (query + layer.pos_bias_v[:, None]) * layer.scaling
-        bias = _bias(scaled, positions, key.shape[2])
+        bias = position_scores(scaled, positions, key.shape[2])
         with _saved_as_factors(bias, scaled, positions):
             output, probabilities = function(
                 self,
@@ -89,7 +89,7 @@ class _FastConformer(OrFamily):
         )
         positions = in_heads(layer.relative_k_proj(position_embeddings), layer.head_dim)
         scaled = (query + layer.bias_v[:, None]) * layer.scaling
-        bias = _bias(scaled, positions, key.shape[2])
+        bias = position_scores(scaled, positions, key.shape[2])
         with _saved_as_factors(bias, scaled, positions):
             output, probabilities = function(
                 self,
@@ -105,14 +105,6 @@ class _FastConformer(OrFamily):
         return layer.o_proj(output.flatten(2)), probabilities
 
 
-def _bias(scaled: torch.Tensor, positions: torch.Tensor, keys: int) -> torch.Tensor:
-    """Scaled scores of relative positions, [batch, heads, queries, keys], a view.
-
-    The query is scaled in place of the scores, which are larger.
-    """
-    return relative_shift(torch.matmul(scaled, positions.transpose(2, 3)), keys)
-
-
 def _saved_as_factors(
     bias: torch.Tensor, scaled: torch.Tensor, positions: torch.Tensor
 ) -> AbstractContextManager[None]:
@@ -125,7 +117,7 @@ def _saved_as_factors(
         return nullcontext()
     scaled, positions = (each.detach().to(bias.dtype) for each in (scaled, positions))
     keys = bias.shape[-1]
-    return recomputed(bias, lambda: _bias(scaled, positions, keys))
+    return recomputed(bias, lambda: position_scores(scaled, positions, keys))
 
 
 class MegasoftmaxWav2Vec2ConformerSelfAttention(_Conformer, Wav2Vec2ConformerSelfAttention):

@@ -8,7 +8,7 @@
         ...
 
 `RelPositionMultiHeadAttention` with full context runs megasoftmax, whatever its `use_pytorch_sdpa`
-says. Scores of relative positions are a bias that learns, as a view (`relative_shift`), and the
+says. Scores of relative positions are a bias that learns, as a view (`position_scores`), and the
 mask stays bool, where NeMo writes -10000 into the bias. Masked rows are zero in both.
 `RelPositionMultiHeadAttentionLongformer`, for limited context, is left as it is.
 
@@ -34,7 +34,7 @@ except ImportError as error:
 
 from megasoftmax.integrations.layers import Classes, model_patcher
 from megasoftmax.integrations.products import attend
-from megasoftmax.integrations.relative_shift import relative_shift
+from megasoftmax.integrations.relative_shift import position_scores
 from megasoftmax.options import AttentionOptions
 
 
@@ -58,15 +58,14 @@ class MegasoftmaxRelPositionMultiHeadAttention(RelPositionMultiHeadAttention):
             positions = self.linear_pos(pos_emb).unflatten(2, (self.h, self.d_k)).transpose(1, 2)
             scale = 1 / math.sqrt(self.d_k)
             of_positions = (query + self.pos_bias_v[:, None]) * scale
-            scores = torch.matmul(of_positions, positions.transpose(2, 3))
             options = AttentionOptions(
-                bias=relative_shift(scores, key.shape[2]),
+                bias=position_scores(of_positions, positions, key.shape[2]),
                 mask=None if mask is None else mask[:, None],
                 scale=scale,
                 dropout=self.dropout_rate if self.training else 0.0,
             )
             output = attend(query + self.pos_bias_u[:, None], key, value, options)
-            output = self.linear_out(output.transpose(1, 2).flatten(2))
+            output = self.linear_out(output.flatten(2))
         return output if cache is None else (output, cache)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax.autocast import as_autocast
-from megasoftmax.functions.attention import AttentionCall, serves_attention
+from megasoftmax.functions.attention import AttentionCall, served_attention, serves_attention
 from megasoftmax.functions.torch_sdpa import reasons_against_sdpa
 from megasoftmax.options import AttentionOptions
 
@@ -47,21 +47,26 @@ def like_query(layer: torch.nn.Module, head_dim: int, dtype: torch.dtype | None 
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention for layers that need no probabilities, [..., heads, queries, value_dim].
+    """Attention for layers that need no probabilities, [..., queries, heads, value_dim].
 
     `megasoftmax.attention` where `takes_attention`, else `between_products`. Under autocast in its
     type, whatever the types of query, key and value.
     """
     tensors = as_autocast(query, key, value)
+    served = served_attention(*tensors, options)
+    if served is not None:
+        return served
     if takes_attention(*tensors, options):
-        return megasoftmax.attention(*tensors, **options._asdict())
-    return between_products(
-        query,
-        key,
-        value,
-        lambda query, key: torch.matmul(query, key.transpose(-1, -2)),
-        lambda scores: probabilities(scores, options, options.scale, value.dtype),
-    )[0]
+        output = megasoftmax.attention(*tensors, **options._asdict())
+    else:
+        output, _ = between_products(
+            query,
+            key,
+            value,
+            lambda query, key: torch.matmul(query, key.transpose(-1, -2)),
+            lambda scores: probabilities(scores, options, options.scale, value.dtype),
+        )
+    return output.transpose(-3, -2)
 
 
 def probabilities(

@@ -1,4 +1,4 @@
-"""The shift of Transformer-XL, by which scores of distances become scores of keys."""
+"""Scores of relative positions, as Transformer-XL has them: products, and their shift to keys."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,6 +6,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+_ALIGNED = 8  # 16-bit entries of 16 bytes
+
+
+def position_scores(query: Tensor, positions: Tensor, keys: int) -> Tensor:
+    """The products of queries and positions as scores of keys, see `relative_shift`.
+
+    With an odd number of distances a matrix product in 16 bits takes its slowest kernels, and so
+    does its backward pass: there are zeros behind the positions here. The examples that share
+    positions are one product.
+
+    Args:
+        query: [batch, heads, queries, head_dim], scaled.
+        positions: [batch or 1, heads, distances, head_dim], at least keys + queries - 1 distances.
+
+    Returns:
+        [batch, heads, queries, keys], a view.
+    """
+    batch, _, queries, _ = query.shape
+    positions = torch.nn.functional.pad(positions, (0, 0, 0, -positions.shape[2] % _ALIGNED))
+    if positions.shape[0] == batch:
+        return relative_shift(torch.matmul(query, positions.transpose(2, 3)), keys)
+    rows = query.transpose(0, 1).flatten(1, 2)
+    scores = torch.bmm(rows, positions[0].transpose(1, 2)).unflatten(1, (batch, queries))
+    return relative_shift(scores, keys).transpose(0, 1)
 
 
 def relative_shift(scores: Tensor, keys: int) -> Tensor:

@@ -25,7 +25,12 @@ except ImportError as error:
 
 from megasoftmax.integrations.layers import Classes, model_patcher
 from megasoftmax.integrations.products import attend
-from megasoftmax.integrations.windows import attend_in_windows, continuous_bias, cosine
+from megasoftmax.integrations.windows import (
+    attend_in_windows,
+    bias_of_table,
+    continuous_bias,
+    cosine,
+)
 from megasoftmax.options import AttentionOptions
 
 
@@ -38,7 +43,7 @@ class MegasoftmaxWindowAttention(swin_transformer.WindowAttention):
             query,
             key,
             value,
-            self._get_rel_pos_bias()[0],
+            bias_of_table(self.relative_position_bias_table, self.relative_position_index),
             mask,
             scale=self.scale,
             dropout=_dropout(self),
@@ -70,12 +75,12 @@ class MegasoftmaxBeitAttention(beit.Attention):
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         bias = shared_rel_pos_bias
         if self.relative_position_bias_table is not None:
-            own = self._get_rel_pos_bias()
+            own = bias_of_table(self.relative_position_bias_table, self.relative_position_index)
             bias = own if bias is None else own + bias
         options = AttentionOptions(bias=bias, scale=self.scale, dropout=_dropout(self))
         query, key, value = _in_heads(_projected(self, x), self.num_heads)
         output = attend(query, key, value, options)
-        return self.proj_drop(self.proj(output.transpose(1, 2).flatten(2)))
+        return self.proj_drop(self.proj(output.flatten(2)))
 
 
 LAYERS: Classes = {

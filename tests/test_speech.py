@@ -205,14 +205,17 @@ def test_encoder_trains_as_eager(name, padded, implementation, calls):
         for bias in biases:
             frames = bias.shape[-1]
             assert bias.requires_grad
-            assert bias.stride()[-2:] == (2 * frames - 2, 1)
+            # A row of scores has 2 * frames - 1 distances, and zeros up to a multiple of 8.
+            assert bias.stride()[-2:] == (-(-(2 * frames - 1) // 8) * 8 - 1, 1)
 
 
 @pytest.mark.parametrize("name", ["wav2vec2_conformer", "parakeet"])
 def test_biases_are_made_again_in_the_backward_pass(name, calls, monkeypatch):
     """Other hooks of saved tensors, as of checkpointing, and torch.func keep them."""
-    made, make = [], conformers._bias
-    monkeypatch.setattr(conformers, "_bias", lambda *given: made.append(given) or make(*given))
+    made, make = [], conformers.position_scores
+    monkeypatch.setattr(
+        conformers, "position_scores", lambda *given: made.append(given) or make(*given)
+    )
     model, batch = build_encoder(name), build_sound(name, False)
     patch_model(model)
     _, gradients = run(model, batch)
