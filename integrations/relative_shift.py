@@ -1,5 +1,6 @@
 """Scores of relative positions, as Transformer-XL has them: products, and their shift to keys."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,8 +78,12 @@ def recomputed(tensor: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
         compute: the same values once more, without a graph. What it holds stays in memory.
     """
 
+    # Autograd keeps `pack` too, as long as what it has packed.
+    of_block = weakref.ref(tensor)
+
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        return compute if saved.is_set_to(tensor) else saved
+        tensor = of_block()
+        return compute if tensor is not None and saved.is_set_to(tensor) else saved
 
     def unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
         if isinstance(saved, Tensor):

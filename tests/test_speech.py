@@ -5,6 +5,7 @@ import importlib
 import math
 import sys
 import types
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -27,7 +28,7 @@ from megasoftmax.integrations import conformers
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.names import NAMES
 from megasoftmax.integrations.patching import patch_model
-from megasoftmax.integrations.relative_shift import relative_shift
+from megasoftmax.integrations.relative_shift import recomputed, relative_shift
 
 BATCH, FRAMES, BINS, HEADS, SIZE = 3, 13, 16, 4, 8
 WIDTH = HEADS * SIZE
@@ -243,6 +244,18 @@ def test_biases_are_made_again_in_the_backward_pass(name, calls, monkeypatch):
     for gradient, other in zip(found.values(), wanted, strict=True):
         if other is not None:
             torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5 * largest)
+
+
+def test_what_is_recomputed_is_not_kept():
+    factor = torch.randn(3, 4, requires_grad=True)
+    made = factor * 3
+    storage = weakref.ref(made.untyped_storage())
+    with recomputed(made, lambda: factor.detach() * 3):
+        product = made * made
+    del made
+    assert storage() is None
+    product.sum().backward()
+    torch.testing.assert_close(factor.grad, 18 * factor.detach())
 
 
 def test_other_positions_are_left_to_the_family(calls):
