@@ -630,6 +630,28 @@ def test_leading_dimensions(name, served, in_python):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("windows", [1, 2, 3, 6, 4])
+def test_masks_of_windows(windows: int, served: list[bool]) -> None:
+    """Their batches divide those of the query, where that is asked for alone."""
+    leaves = [normal(6, 4, 5, 8, dtype=torch.bfloat16) for _ in range(3)]
+    options = AttentionOptions(bias=normal(4, 5, 5), mask=bools(windows, 1, 5, 5))
+    found = served_attention(*leaves, options, repeats_mask=True)
+    assert served == [6 % windows == 0]
+    if found is None:
+        return
+    apart = [leaf.unflatten(0, (-1, windows)) for leaf in leaves]
+    expected = megasoftmax.attention(*apart, **options._replace(fused=True)._asdict())
+    assert found.equal(expected.flatten(0, 1).transpose(1, 2))
+    leaves.append(options.bias)
+    gradients, wanted = (
+        torch.autograd.grad(each.float().sin().sum(), leaves) for each in (found, expected)
+    )
+    for one, other in zip(gradients, wanted, strict=True):
+        assert one.equal(other)
+    served.clear()
+    assert (served_attention(*leaves[:3], options) is None) == (windows not in (1, 6))
+
+
 @pytest.mark.parametrize("tensor", [0, 1, 2])
 def test_leading_dimensions_that_do_not_merge(tensor: int, served: list[bool]) -> None:
     """Python copies them, and words the error of what does not fit."""

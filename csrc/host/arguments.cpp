@@ -118,10 +118,13 @@ std::optional<Tensor> Reader::floating(PyObject* object) {
   return found;
 }
 
-std::optional<Tensor> Reader::mask(PyObject* object, at::IntArrayRef target) {
+std::optional<Tensor> Reader::mask(PyObject* object, at::IntArrayRef target, bool may_repeat) {
   std::optional<Tensor> found = tensor(object);
-  if (found)
-    decline_unless(found->scalar_type() == at::kBool && broadcasts(found->sizes(), target));
+  if (!found) return found;
+  at::IntArrayRef sizes = found->sizes();
+  if (may_repeat && sizes.size() == target.size() && sizes[0] > 0 && target[0] % sizes[0] == 0)
+    sizes = sizes.slice(1);
+  decline_unless(found->scalar_type() == at::kBool && broadcasts(sizes, target));
   return found;
 }
 

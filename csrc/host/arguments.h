@@ -76,8 +76,8 @@ class Reader {
   std::optional<Tensor> tensor(PyObject* object);
   // One of the floating types that kernels read, or that becomes float32.
   std::optional<Tensor> floating(PyObject* object);
-  // Bool, which broadcasts to `target`.
-  std::optional<Tensor> mask(PyObject* object, at::IntArrayRef target);
+  // Bool, which broadcasts to `target`. If it `may_repeat`, its first dimension need only divide.
+  std::optional<Tensor> mask(PyObject* object, at::IntArrayRef target, bool may_repeat = false);
   // The table of a RelativeBias.
   std::optional<Tensor> table(PyObject* relative_bias);
   // A bias of rows: it broadcasts to the scores.

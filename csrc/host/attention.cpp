@@ -182,7 +182,9 @@ struct AttentionCall {
   c10::SmallVector<int64_t, 4> leading;  // sizes before the heads, which are merged in the tensors
 };
 
-std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed) {
+// `repeats_mask`: the batches of a mask may be fewer than those of the query, see AttentionParams.
+std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed,
+                                  bool repeats_mask = false) {
   const auto [query_, key_, value_, bias_, mask_, scale_, softcap_, causal_, window_, visible_,
               sink_, dropout_, seed_, return_lse_, fused_] =
       *reinterpret_cast<PyObject* const(*)[kAttentionArguments]>(arguments);
@@ -219,7 +221,7 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
   options.is_transposed = is_transposed;
   options.is_relative = is_relative(bias_);
   std::optional<Tensor> bias = options.is_relative ? reader.table(bias_) : reader.floating(bias_);
-  options.mask = reader.mask(mask_, target);
+  options.mask = reader.mask(mask_, target, repeats_mask && has_one_batch);
   options.scale = scale_ == Py_None ? std::pow(query.size(3), -0.5) : reader.number(scale_);
   options.softcap = reader.softcap(softcap_, options.scale, kMaxScale);
   options.is_causal = reader.flag(causal_);
@@ -258,8 +260,8 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
   return AttentionCall{query, *key, *value, bias, sink.tensor, options, return_lse, leading};
 }
 
-PyObject* attend(PyObject* const* arguments, bool is_transposed) {
-  std::optional<AttentionCall> call = read(arguments, is_transposed);
+PyObject* attend(PyObject* const* arguments, bool is_transposed, bool repeats_mask = false) {
+  std::optional<AttentionCall> call = read(arguments, is_transposed, repeats_mask);
   if (!call) Py_RETURN_NONE;
   Tensor output, lse;
   {
@@ -299,5 +301,7 @@ PyObject* serves_attention(PyObject* const* arguments) {
 PyObject* attention(PyObject* const* arguments) { return attend(arguments, false); }
 
 PyObject* attention_transposed(PyObject* const* arguments) { return attend(arguments, true); }
+
+PyObject* attention_of_windows(PyObject* const* arguments) { return attend(arguments, true, true); }
 
 }  // namespace megasoftmax::host

@@ -20,6 +20,9 @@ inline constexpr int kAttentionArguments = 15;
 // Attention with a contiguous output [batch, queries, heads, dim], as layers go on with it.
 PyObject* attention_transposed(PyObject* const* arguments);
 
+// Likewise, with a mask [windows, 1 or heads, queries, keys] of a batch of images * windows.
+PyObject* attention_of_windows(PyObject* const* arguments);
+
 // Whether attention of the same arguments would be served.
 PyObject* serves_attention(PyObject* const* arguments);
 

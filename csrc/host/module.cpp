@@ -51,6 +51,7 @@ PyMethodDef methods[] = {
     method<softmax_of_module, kModuleArguments>("softmax_of_module"),
     method<attention, kAttentionArguments>("attention"),
     method<attention_transposed, kAttentionArguments>("attention_transposed"),
+    method<attention_of_windows, kAttentionArguments>("attention_of_windows"),
     method<serves_attention, kAttentionArguments>("serves_attention"),
     method<softmax_topk, kTopkArguments>("softmax_topk"),
     method<sample, kSampleArguments>("sample"),

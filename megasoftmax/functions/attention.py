@@ -428,12 +428,18 @@ attention_reasons.__qualname__ = "attention"  # in the error of a call with othe
 
 
 def served_attention(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    repeats_mask: bool = False,
 ) -> Tensor | None:
     """`attention` where the C++ part has this call, so that it runs fused; else None.
 
     For adapters, which would ask and call, and go on with [batch, queries, heads, value_dim], which
     this returns, contiguous. Of a seed, `return_lse` and `fused` the options have the defaults.
+    With `repeats_mask` the batches of a mask need only divide those of the query, and example i
+    reads entry i modulo their number.
     """
     if torch.compiler.is_compiling():
         of_all = options.scale, options.causal, options.dropout
@@ -443,7 +449,8 @@ def served_attention(
         return None if traced is None else traced.transpose(1, 2)
     if host.calls is None:
         return None
-    served: Tensor | None = host.calls.attention_transposed(query, key, value, *options)
+    call = host.calls.attention_of_windows if repeats_mask else host.calls.attention_transposed
+    served: Tensor | None = call(query, key, value, *options)
     return served
 
 
