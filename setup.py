@@ -72,9 +72,17 @@ def _label() -> str:
 def _readme() -> str:
     """README.md for a package index, which has no file beside it: no pictures, names for links."""
     text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\[?!\[[^]]*\]\((?!https?:).*\)\n\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"\[([^]]*)\]\((?!https?:)([^)]*)\)", r"\1 (\2)", text)
     return f"{text}\nThe source distribution has the files that this page names.\n"
+
+
+def _urls() -> dict[str, str]:
+    """Links of the metadata, where MEGASOFTMAX_URL says which repository this is."""
+    url = os.environ.get("MEGASOFTMAX_URL", "").rstrip("/")
+    pages = {"Source": "", "Documentation": "/tree/main/docs", "Issues": "/issues"}
+    pages["Changelog"] = "/blob/main/CHANGELOG.md"
+    return {name: url + path for name, path in pages.items()} if url else {}
 
 
 _check_setuptools()
@@ -82,6 +90,7 @@ compiled_part = _compiled_part()
 setup(
     **compiled_part,
     packages=_packages(bool(compiled_part)),
+    project_urls=_urls(),
     long_description=_readme(),
     long_description_content_type="text/markdown",
     options={

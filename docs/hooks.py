@@ -24,6 +24,7 @@ from pictures import PICTURES  # noqa: E402
 RESULTS = "benchmarks/results"
 INSTALLED = tempfile.TemporaryDirectory()
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]*)(#[^)]*)?\)")
+BADGES = re.compile(r"^\[!\[.*\n\n", re.MULTILINE)  # which their host has, and no site
 PICTURE = re.compile(r"^(!\[[^]]*\]\(([^)]+)\))$", re.MULTILINE)
 OBJECT = re.compile(r"^\* \[`([\w.]+)`\]\(([^)]+)\).*$", re.MULTILINE)
 
@@ -59,6 +60,7 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, **others):
     here = page.file.src_uri
+    markdown = BADGES.sub("", markdown)
     if here == "api.md":
         return OBJECT.sub(r"::: \1\n", markdown)
     if here == "gpus.md":
