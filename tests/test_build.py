@@ -376,7 +376,7 @@ def test_load_warns_once_and_says_why(nothing_loaded, monkeypatch, tools, gpu, j
 
 def test_library_that_cannot_be_loaded_is_a_reason(nothing_loaded):
     library._LIBRARY.write_text("not a library")
-    with pytest.warns(RuntimeWarning, match="plain-torch path"):
+    with pytest.warns(RuntimeWarning, match="plain-torch path.* build --package` compiles them"):
         status = library.load()
     assert not status.available
     assert extension.LIBRARY_NAME in status.reason

@@ -142,6 +142,25 @@ def test_file_system_that_refuses(builds, monkeypatch, number):
         build_library()
 
 
+def test_cache_that_cannot_be_read(builds, monkeypatch):
+    cached, real = build_library().parents[1], Path.stat
+
+    def refuse(path, **others):
+        if path.is_relative_to(cached):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, **others)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    message = "Permission denied: .*Set TORCH_EXTENSIONS_DIR"
+    with pytest.raises(BuildError, match=message):
+        build_library()
+    with pytest.raises(BuildError, match=message):
+        library.host()
+    assert "Permission denied" in library.status().reason
+    assert not library.host_is_built()
+    assert megasoftmax.why_not_fused(megasoftmax.softmax, torch.ones(2, 2)).runs == "reference"
+
+
 @pytest.mark.parametrize("name", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
 def test_empty_variables_count_as_unset(monkeypatch, name):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)

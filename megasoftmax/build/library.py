@@ -221,9 +221,11 @@ def _load() -> Status:
         compiled = ctypes.CDLL(str(path))
         compiled.megasoftmax_register(_PACKAGE_NAME.encode())
     except (BuildError, OSError, AttributeError) as error:  # the last: compiled from other sources
+        # One beside the package is taken before that of the cache.
+        command = "build --package" if _LIBRARY.exists() else "build"
         warnings.warn(
             "megasoftmax has no compiled kernels here, and CUDA tensors take the slow plain-torch "
-            f"path: {error}. `python -m megasoftmax build` compiles them.",
+            f"path: {error}. `python -m megasoftmax {command}` compiles them.",
             RuntimeWarning,
             stacklevel=3,
         )
