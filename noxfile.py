@@ -146,7 +146,8 @@ def wheels(session: nox.Session, wheel: str) -> None:
     excluded = [f"--exclude=lib{name}.so" for name in ("c10", "torch", "torch_cpu", "torch_python")]
     (plain,) = built.glob("*.whl")
     repaired = built / "repaired"
-    session.run("auditwheel", "repair", *excluded, "--wheel-dir", str(repaired), str(plain))
+    repair = "auditwheel", "repair", "--strip", *excluded, "--wheel-dir", str(repaired)
+    session.run(*repair, str(plain))
     (found,) = repaired.glob("*manylinux*.whl")
     session.run("twine", "check", "--strict", str(found))
     megabytes = found.stat().st_size / 1e6
@@ -160,7 +161,8 @@ def wheels(session: nox.Session, wheel: str) -> None:
     python = str(fresh / "bin" / "python")
     session.run(python, "-m", "pip", "install", torch, str(found), external=True)
     with session.chdir(built):
-        path = {"PATH": "/usr/bin:/bin", "MEGASOFTMAX_JIT": "0"}  # no nvcc, and no build
-        session.run(python, "-c", TRY, env=path, external=True)
+        environment = {"PATH": "/usr/bin:/bin", "MEGASOFTMAX_JIT": "0"}  # no nvcc, and no build
+        environment["TORCH_EXTENSIONS_DIR"] = str(built / "cache")
+        session.run(python, "-c", TRY, env=environment, external=True)
     Path("dist").mkdir(exist_ok=True)
     shutil.move(found, Path("dist", found.name))

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -55,8 +56,11 @@ def _packages(is_compiled: bool) -> list[str]:
     integrations = setuptools.find_packages(include=["integrations*"])
     names = [*setuptools.find_packages(include=["megasoftmax*"]), "megasoftmax.csrc"]
     names += [f"megasoftmax.{name}" for name in integrations]
-    is_wheel = is_compiled and "bdist_wheel" in sys.argv
-    if is_wheel and any(Path(__file__).parent.glob("build/hosts/*.so")):
+    hosts = sorted(Path(__file__).parent.glob("build/hosts/*.so"))
+    if hosts and is_compiled and "bdist_wheel" in sys.argv:
+        with tarfile.open(hosts[0].with_name("hosts.tar.xz"), "w:xz") as archive:
+            for host in hosts:
+                archive.add(host, host.name)
         names.append("megasoftmax.hosts")
     return names
 
