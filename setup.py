@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -55,8 +56,11 @@ def _packages(is_compiled: bool) -> list[str]:
     integrations = setuptools.find_packages(include=["integrations*"])
     names = [*setuptools.find_packages(include=["megasoftmax*"]), "megasoftmax.csrc"]
     names += [f"megasoftmax.{name}" for name in integrations]
-    is_wheel = is_compiled and "bdist_wheel" in sys.argv
-    if is_wheel and any(Path(__file__).parent.glob("build/hosts/*.so")):
+    hosts = sorted(Path(__file__).parent.glob("build/hosts/*.so"))
+    if hosts and is_compiled and "bdist_wheel" in sys.argv:
+        with tarfile.open(hosts[0].with_name("hosts.tar.xz"), "w:xz") as archive:
+            for host in hosts:
+                archive.add(host, host.name)
         names.append("megasoftmax.hosts")
     return names
 
@@ -72,9 +76,17 @@ def _label() -> str:
 def _readme() -> str:
     """README.md for a package index, which has no file beside it: no pictures, names for links."""
     text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\[?!\[[^]]*\]\((?!https?:).*\)\n\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"\[([^]]*)\]\((?!https?:)([^)]*)\)", r"\1 (\2)", text)
     return f"{text}\nThe source distribution has the files that this page names.\n"
+
+
+def _urls() -> dict[str, str]:
+    """Links of the metadata, where MEGASOFTMAX_URL says which repository this is."""
+    url = os.environ.get("MEGASOFTMAX_URL", "").rstrip("/")
+    pages = {"Source": "", "Documentation": "/tree/main/docs", "Issues": "/issues"}
+    pages["Changelog"] = "/blob/main/CHANGELOG.md"
+    return {name: url + path for name, path in pages.items()} if url else {}
 
 
 _check_setuptools()
@@ -82,6 +94,7 @@ compiled_part = _compiled_part()
 setup(
     **compiled_part,
     packages=_packages(bool(compiled_part)),
+    project_urls=_urls(),
     long_description=_readme(),
     long_description_content_type="text/markdown",
     options={

@@ -22,8 +22,10 @@ from gpus import gpus_table  # noqa: E402
 from pictures import PICTURES  # noqa: E402
 
 RESULTS = "benchmarks/results"
+NOTEBOOK = "examples/first_steps.ipynb"  # which the site has as a file
 INSTALLED = tempfile.TemporaryDirectory()
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]*)(#[^)]*)?\)")
+BADGES = re.compile(r"^\[!\[.*\n\n", re.MULTILINE)  # which their host has, and no site
 PICTURE = re.compile(r"^(!\[[^]]*\]\(([^)]+)\))$", re.MULTILINE)
 OBJECT = re.compile(r"^\* \[`([\w.]+)`\]\(([^)]+)\).*$", re.MULTILINE)
 
@@ -54,11 +56,13 @@ def on_files(files, config):
         files.append(File.generated(config, name, content=svg()))
     for path in sorted((ROOT / RESULTS).glob("*.csv")):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    files.append(File.generated(config, NOTEBOOK, abs_src_path=str(ROOT / NOTEBOOK)))
     return files
 
 
 def on_page_markdown(markdown, page, **others):
     here = page.file.src_uri
+    markdown = BADGES.sub("", markdown)
     if here == "api.md":
         return OBJECT.sub(r"::: \1\n", markdown)
     if here == "gpus.md":
@@ -81,6 +85,8 @@ def _page_of(path, anchor):
         return path.removeprefix("docs/"), anchor
     if path.startswith(f"{RESULTS}/"):
         return path.removeprefix("benchmarks/"), anchor
+    if path == NOTEBOOK:
+        return path, anchor
     if path in SOURCES:
         return "api.md", f"#{SOURCES[path]}"
     for page, shown in PAGES.items():

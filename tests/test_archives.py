@@ -157,6 +157,8 @@ def test_metadata_and_readme_of_the_package(contents):
     assert "Install (docs/install.md) has the extras" in text
     assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", text))
     assert "<img" not in text
+    assert "badge" not in text
+    assert fields["Project-URL"] is None  # nobody said where the repository is
 
 
 def test_licence_and_version(contents):
@@ -186,10 +188,11 @@ def test_wheel_with_kernels(tmp_path, tmp_path_factory):
     """It has the library and all host parts; a build prints few lines. Compilers are scripts."""
     source = copy_of_checkout(tmp_path_factory)
     (source / "build" / "hosts").mkdir(parents=True)
-    (source / "build" / "hosts" / "one.so").write_text("host")
+    for name in ("one.so", "two.so"):
+        (source / "build" / "hosts" / name).write_text(name)
     environment = os.environ | write_compilers(tmp_path / "cuda")
     environment |= {"MEGASOFTMAX_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0a"}
-    environment["MEGASOFTMAX_LABEL"] = "sm90"
+    environment |= {"MEGASOFTMAX_LABEL": "sm90", "MEGASOFTMAX_URL": "https://host/megasoftmax/"}
     printed = run_build("wheel", source, tmp_path / "dist", **environment)
     assert len(printed) < extension.PROGRESS_LINES + 5
     (path,) = (tmp_path / "dist").iterdir()
@@ -197,7 +200,14 @@ def test_wheel_with_kernels(tmp_path, tmp_path_factory):
     assert path.name.startswith(f"megasoftmax-{label}")
     with zipfile.ZipFile(path) as archive:
         found = {name: archive.read(name) for name in archive.namelist() if name.endswith(".so")}
-    assert found == {"megasoftmax/_C.abi3.so": b"made\n", "megasoftmax/hosts/one.so": b"host"}
+        packed = archive.extract("megasoftmax/hosts/hosts.tar.xz", tmp_path)
+        (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        urls = Parser().parsestr(archive.read(metadata).decode()).get_all("Project-URL")
+    assert "Issues, https://host/megasoftmax/issues" in urls
+    assert found == {"megasoftmax/_C.abi3.so": b"made\n"}
+    with tarfile.open(packed) as hosts:
+        assert hosts.getnames() == ["one.so", "two.so"]
+        assert hosts.extractfile("two.so").read() == b"two.so"
 
     pure = build("wheel", source, tmp_path_factory.mktemp("pure"))
     run_build("sdist", source, tmp_path / "sdist", **environment)

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,25 @@ def test_file_system_that_refuses(builds, monkeypatch, number):
         build_library()
 
 
+def test_cache_that_cannot_be_read(builds, monkeypatch):
+    cached, real = build_library().parents[1], Path.stat
+
+    def refuse(path, **others):
+        if path.is_relative_to(cached):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, **others)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    message = "Permission denied: .*Set TORCH_EXTENSIONS_DIR"
+    with pytest.raises(BuildError, match=message):
+        build_library()
+    with pytest.raises(BuildError, match=message):
+        library.host()
+    assert "Permission denied" in library.status().reason
+    assert not library.host_is_built()
+    assert megasoftmax.why_not_fused(megasoftmax.softmax, torch.ones(2, 2)).runs == "reference"
+
+
 @pytest.mark.parametrize("name", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
 def test_empty_variables_count_as_unset(monkeypatch, name):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
@@ -181,17 +201,23 @@ def test_host_is_compiled_beside_the_kernels(builds, monkeypatch, is_built, valu
     assert started == [call, "waited"] * starts
 
 
-def test_host_of_a_wheel_is_taken_before_the_cache(builds, monkeypatch, tmp_path):
+def test_host_of_a_wheel_is_unpacked_into_the_cache(builds, monkeypatch, tmp_path):
     """By builds of the same release of torch, with CUDA or without, and by no other."""
-    monkeypatch.setattr(library, "_HOSTS", tmp_path / "hosts")
+    monkeypatch.setattr(library, "_HOSTS", tmp_path / "hosts.tar.xz")
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     built = library.build_host_into(tmp_path / "hosts")
     assert built.name.startswith(f"torch-2.13.0-{sysconfig.get_config_var('SOABI')}-")
     assert [*built.parent.iterdir()] == [built]
+    with tarfile.open(tmp_path / "hosts.tar.xz", "w:xz") as archive:
+        archive.add(built, built.name)
     monkeypatch.setenv("MEGASOFTMAX_JIT", "0")
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     assert library.host_is_built()
-    assert library.host() == built
+    unpacked = library.host()
+    assert unpacked.read_bytes() == CONTENT
+    assert library.host() == unpacked
+    unpacked.write_bytes(CONTENT[:50])  # which is unpacked again
+    assert library.host().read_bytes() == CONTENT
     assert len(builds) == 1
     for version in ("2.13.1", "2.13.0a0+git1"):
         monkeypatch.setattr(torch, "__version__", version)

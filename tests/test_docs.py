@@ -118,7 +118,8 @@ def _check_api(page):
 
 def _links(page):
     """(file, anchor) of each link of a page to another file of the repository."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    block_or_badge = re.compile(r"^```.*?^```$|^\[!\[[^\n]*$", re.DOTALL | re.MULTILINE)
+    text = block_or_badge.sub("", page.read_text())
     for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", text):
         yield (page.parent / path).resolve() if path else page, anchor
 

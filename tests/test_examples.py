@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import math
 import re
 import runpy
@@ -51,6 +52,19 @@ def test_example_runs_from_the_command_line(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "megasoftmax: " in result.stdout
+
+
+def test_cells_of_the_notebook_run():
+    """One after the other, as they stand. It is stored without results."""
+    names = {}
+    for cell in json.loads((EXAMPLES / "first_steps.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec("".join(cell["source"]), names)
+    assert names["difference"] < (1e-6 if names["device"] == "cpu" else 1e-3)
+    assert names["apart"] < (1e-5 if names["device"] == "cpu" else 1e-2)
+    assert names["bias"].grad.abs().max() > 0
+    assert names["found"].regime.name
 
 
 def losses_of(output):

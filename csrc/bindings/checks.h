@@ -46,6 +46,10 @@ inline void check_torch(AOTITorchError error) {
   check(error == AOTI_TORCH_SUCCESS, "torch reported an error");
 }
 
+// The one symbol that a CPU build of torch lacks. Where it is weak, the library loads there too,
+// for its plans.
+#pragma weak aoti_torch_get_current_cuda_stream
+
 inline cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;
   check_torch(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));

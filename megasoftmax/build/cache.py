@@ -80,8 +80,7 @@ def move(built: Path, library: Path) -> None:
     seal = built.with_name("seal")
     seal.write_text(seal_of(built))
     for path in (built, seal):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        extension.sync(path)
     library.unlink(missing_ok=True)
     seal.replace(_seal(library))
     built.replace(library)

@@ -435,7 +435,15 @@ def build(
             command.run()
         except CCompilerError as error:
             raise BuildError(str(error)) from error
-        return Path(partial, LIBRARY_NAME).replace(folder / LIBRARY_NAME)
+        built = Path(partial, LIBRARY_NAME)
+        sync(built)
+        return built.replace(folder / LIBRARY_NAME)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file is on the disk, so that no crash leaves a part of it under a new name."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 @contextmanager
