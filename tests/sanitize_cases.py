@@ -116,6 +116,7 @@ def cases():
         ),
         *product("attention small", dtype=("fp16", "bf16"), dim=(32, 64)),
         *product("attention heads", dtype=("fp16", "bf16"), has_bias=(False, True)),
+        *product("attention shared bias", dtype=("fp16", "bf16")),
         *product("attention wide", dtype=("fp16", "bf16"), has_bias=(False, True)),
     ]
 
@@ -872,6 +873,27 @@ def attention_heads(given, dtype, has_bias):
             attend(query, key, value, output_gradient, d_lse, bias=bias, mask=mask)
 
 
+def attention_shared_bias(given, dtype):
+    """Rows enough that registers of a block of Hopper's forward keep their bias.
+
+    Logits far from the bias make it compute rows step by step.
+    """
+    batches, heads = 16, 33
+    sizes = ((120, 250), (100, 384), (250, 501), (125, 199))
+    for queries, keys in given.sizes(sizes, sizes[1:3]):
+        query, key, value = (
+            given.floats(batches, heads, length, dim, dtype=DTYPES[dtype], layout="exact")
+            for length, dim in ((queries, 32), (keys, 32), (keys, 24))
+        )
+        output_gradient = given.floats(
+            batches, heads, queries, 24, dtype=DTYPES[dtype], layout="exact"
+        )
+        bias = given.floats(1, heads, queries, keys, dtype=DTYPES[dtype], layout="exact")
+        query[::3] *= 50
+        for mask in (None, given.mask(batches, 1, 1, keys), given.mask(batches, heads, 1, keys)):
+            attend(query, key, value, output_gradient, None, bias=bias, mask=mask)
+
+
 def attention_wide(given, dtype, has_bias):
     """Head dimensions beyond kMaxHeadDim, forward; values are the first columns of keys, or not."""
     wide = tuple(
@@ -929,5 +951,6 @@ RUN = {
     "attention in turns": attention_in_turns,
     "attention small": attention_small,
     "attention heads": attention_heads,
+    "attention shared bias": attention_shared_bias,
     "attention wide": attention_wide,
 }

@@ -627,6 +627,57 @@ def test_gradients_of_whole_heads(
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(32, 32), (24, 16), (8, 32)])
+@pytest.mark.parametrize(
+    "lengths", [(200, 200), (250, 255), (384, 384), (130, 301), (100, 512), (300, 450)]
+)
+def test_rows_that_share_a_bias(
+    lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Registers keep the bias of a block. Where logits are far from it, rows are computed anew."""
+    queries, keys = lengths
+    batch, heads = 128, 4
+    shape = {"batch": batch, "heads": (heads, heads), "lengths": lengths, "dims": dims}
+    q, k, v = tensors("cuda", dtype, **shape)
+    bias = normal(1, heads, *lengths, device="cuda", dtype=dtype, seed=4)
+    of_keys = coin(batch, 1, 1, keys, device="cuda", odds=0.3, seed=6)
+    of_keys[1] = True  # a batch sees nothing
+    padded = torch.arange(keys, device="cuda") >= torch.arange(batch, device="cuda")[:, None] * 5
+    far = bias + torch.linspace(-3000, 3000, queries, device="cuda", dtype=dtype)[:, None]
+    rising = q * torch.linspace(0, 30, batch, device="cuda", dtype=dtype)[:, None, None, None]
+    sink = normal(heads, device="cuda", seed=8)
+    cases: dict[str, dict[str, Any]] = {
+        "all": {"bias": bias.requires_grad_()},
+        "of other batches": {"bias": bias.detach().expand(2, -1, -1, -1).repeat_interleave(64, 0)},
+        "of two entries": {"bias": normal(2, heads, *lengths, device="cuda", dtype=dtype, seed=5)},
+        "of all heads": {"bias": bias.detach()[:, :1]},
+        "of infinities": {"bias": _with_infinities((1, heads, *lengths), "cuda", dtype)},
+        "of the lowest": {"bias": _lowest((1, heads, *lengths), "cuda", dtype)},
+        "far from 0": {"bias": far.detach()},
+        "keys": {"bias": bias.detach(), "mask": of_keys},
+        "keys of heads": {
+            "bias": bias.detach(),
+            "mask": coin(batch, heads, 1, keys, device="cuda", odds=0.9, seed=7),
+        },
+        "padding": {"bias": bias.detach(), "mask": padded[:, None, None], "sink": 0.5},
+        "large logits": {"bias": bias.detach(), "scale": 20.0, "sink": sink},
+        "large logits and keys": {"bias": bias.detach(), "scale": 20.0, "mask": of_keys},
+    }
+    if torch.cuda.get_device_properties("cuda").multi_processor_count == 132:  # H100 and H200
+        sizes = {"keys": keys, "value_dim": dims[1], "bias": True}
+        assert explain_attention(batch, heads, queries, dims[0], **sizes).several_heads
+    for what, options in cases.items():
+        check(q, k, v, **options, what=what)
+    check(rising, k, v, bias=bias.detach(), what="logits that rise from row to row")
+    k[of_keys[:, :, 0, :].expand(-1, heads, -1)] = torch.nan  # excluded keys
+    call = {"bias": bias.detach(), "mask": of_keys, "return_lse": True, "fused": True}
+    first, again = (megasoftmax.attention(q, k, v, **call) for _ in range(2))
+    assert first[0].isfinite().all()
+    assert all(bits_equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@gpu
 @pytest.mark.parametrize("tokens", [49, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool) -> None:

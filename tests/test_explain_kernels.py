@@ -147,6 +147,48 @@ def test_gradients_of_many_heads_take_whole_heads(
         assert not explain_attention(**call).several_heads
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "tokens", "tile_keys", "blocks"),
+    [
+        (256, 4, 256, 256, 128),
+        (384, 4, 384, 384, 132),
+        (512, 4, 512, 512, 128),
+        (48, 16, 384, 384, 240),  # two rounds of blocks, of 9 or 10 rows each
+        (200, 4, 200, 256, 128),
+    ],
+)
+def test_rows_that_share_a_bias_keep_it_in_registers(
+    rows: int, heads: int, tokens: int, tile_keys: int, blocks: int
+) -> None:
+    options: dict[str, Any] = {"bias": True}
+    call = {"batches": rows, "heads": heads, "queries": tokens, "head_dim": 32}
+    for dim in (8, 24, 32):
+        found = explain_attention(**(call | {"head_dim": dim}), **options)
+        assert found.hopper
+        assert found.several_heads
+        assert (found.tile_queries, found.tile_keys) == (128, tile_keys)
+        assert found.blocks == blocks
+        assert f"{rows} heads share a bias: registers of a block keep that of 128" in found.why
+        assert not found.bias_copied
+    for other in (
+        {"batches": 3},  # a block would have too few of them
+        {"keys": 130, "queries": 145},  # fill little of the tiles
+        {"keys": 513},
+        {"queries": 16},
+        {"head_dim": 40},
+        {"value_dim": 40},
+        {"dtype": FLOAT},
+        {"bias_dtype": FLOAT},
+        {"bias": False},
+        {"bias": False, "relative": True},
+        {"window": (tokens // 2, tokens // 2)},
+        {"causal": True},
+        {"masked": True},  # of pairs
+        {"major": 8},
+    ):
+        assert not explain_attention(**(call | options | other)).several_heads
+
+
 @pytest.mark.parametrize("head_dim", [8, 32, 33])
 @pytest.mark.parametrize(
     ("tokens", "forward", "backward"),

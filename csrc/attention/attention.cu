@@ -64,7 +64,12 @@ cudaError_t attention_forward(const ForwardLaunch& launch, cudaStream_t stream) 
   if (launch.params.rows() == 0) return cudaSuccess;
   if (!is_valid(launch.params)) return cudaErrorInvalidValue;
   return with_type(launch.params, [&](auto of_type) {
-    return attention_forward_instance<decltype(of_type)>(launch, stream);
+    using T = decltype(of_type);
+    if constexpr (Sm90::has_type<T>()) {
+      if (launch.plan.kernel == ForwardKernel::kHeads)
+        return launch_heads<T>(Sm90{}, launch, stream);
+    }
+    return attention_forward_instance<T>(launch, stream);
   });
 }
 

@@ -100,7 +100,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   add("slices", 1);
   add("is_decode", plan.kernel == ForwardKernel::kDecode ? 1 : 0);
   add("is_small", plan.kernel == ForwardKernel::kSmall ? 1 : 0);
-  add("takes_heads", 0);
+  add("takes_heads", plan.kernel == ForwardKernel::kHeads ? 1 : 0);
 }
 
 }  // namespace

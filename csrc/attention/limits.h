@@ -197,6 +197,29 @@ inline constexpr AttentionHopperHeadsTile kAttentionHopperHeadsTiles[] = {
 inline constexpr int kKeysOfUnit = 256;
 inline constexpr int kFilledPercentOfHeads = 70, kFilledPercentOfHeadsAlone = 50;
 
+// A block of Hopper's forward that keeps the bias of its queries in registers and takes the heads
+// that share it: two warpgroups of 64 queries, all keys in steps, and whole heads in stages.
+struct AttentionHopperHeadsForwardTile {
+  int keys, step_keys, stages;
+  bool keeps_exponents;  // that the bias adds, in float32, or the bias in 16 bits
+  static constexpr int head_dim = 32, warpgroups = 2, copier_registers = 24, registers = 240;
+
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int queries() const { return 64 * warpgroups; }
+  constexpr int steps() const { return keys / step_keys; }
+};
+// clang-format off
+inline constexpr AttentionHopperHeadsForwardTile kAttentionHopperHeadsForwardTiles[] = {
+    // keys, of a step, stages, keeps exponents
+    {   256,        32,      4, true},
+    {   384,        64,      3, false},
+    {   512,        32,      2, false},
+};
+// clang-format on
+// They are taken where a launch fills enough of their rounds and tiles, and a block has enough
+// heads after it has loaded the bias.
+inline constexpr int kFilledPercentOfBiasInRegisters = 45, kFewestMembersOfBias = 4;
+
 // dB of a shared bias, summed in order on Hopper: each warpgroup has 64 queries and all keys.
 struct AttentionHopperBiasGradientTile {
   int warpgroups, registers;
@@ -369,8 +392,9 @@ inline constexpr int kSmallStages = 2;  // members in shared memory at a time
 // Fewest batches and heads that share an entry of the bias, and fewest heads of all batches without
 // a bias. With fewer, other kernels begin sooner.
 inline constexpr int kFewestSmallMembers = 4, kFewestSmallHeads = 1024;
-// To begin and to end, a block takes the time of kMembersOfSmallStart heads. Blocks are as many as
-// run at a time, or up to kMostSmallWaves times as many.
-inline constexpr int kMembersOfSmallStart = 2, kMostSmallWaves = 4;
+// Where a block takes the heads that share a bias: to begin and to end takes the time of
+// kMembersOfStart heads. Blocks are as many as run at a time, or up to kMostWavesOfMembers times as
+// many.
+inline constexpr int kMembersOfStart = 2, kMostWavesOfMembers = 4;
 
 }  // namespace megasoftmax

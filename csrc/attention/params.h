@@ -65,8 +65,8 @@ struct AttentionParams : LogitOptions {
   // the grid begins with the first keys of as many heads as blocks run at a time.
   bool takes_all_queries = false, takes_turns = false;
 
-  // [3, batches, heads, queries]. 0: the largest logit, or a number less than 10 below it. 1: the
-  // log of the denominator relative to that. 2: their sum, the LSE.
+  // [3, batches, heads, queries]. 0: the largest logit, or a number less than 10 below it and 28
+  // above it. 1: the log of the denominator relative to that. 2: their sum, the LSE.
   float* statistics = nullptr;
 
   TileOrder order;  // set by the launcher

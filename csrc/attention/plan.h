@@ -45,6 +45,7 @@ enum class ForwardKernel {
   kDecode,  // few queries
   kWide,    // head dimensions beyond kMaxHeadDim
   kSmall,   // several heads of few queries and keys in a block
+  kHeads,   // heads that share a bias in registers, of Hopper
 };
 enum class BackwardKernel {
   kTiles,
@@ -67,7 +68,7 @@ struct ForwardPlan : AttentionPlan {
 
   // Whether a block mask is made of a mask and of ranges, as far as they are given.
   bool reads_block_mask(bool has_mask, bool has_ranges) const {
-    return (kernel == ForwardKernel::kTiles || kernel == ForwardKernel::kSmall) &&
+    return kernel != ForwardKernel::kDecode && kernel != ForwardKernel::kWide &&
            (has_mask || (has_ranges && !reads_ranges));
   }
   // Completes a plan whose other members are set. `most_blocks` run at a time.
@@ -239,6 +240,21 @@ inline KeySplits splits_in_workspace(const AttentionParams& params, int64_t bloc
                                      int fewest_keys, const Device& device) {
   const int count = splits_for(params, blocks, rows, fewest_keys, device.multiprocessors);
   return {count, count > 1};
+}
+
+// Into how many parts the members of a bias are cut, where each part has so many blocks, of which
+// `room` run at a time.
+inline int64_t parts_of_members(const AttentionParams& params, int64_t blocks, int64_t room) {
+  const int64_t members = params.members_of_bias();
+  const auto time_of = [&](int64_t parts) {
+    return divide_up(blocks * parts, room) * (divide_up(members, parts) + kMembersOfStart);
+  };
+  int64_t best = 1;
+  for (int64_t waves = 1; waves <= kMostWavesOfMembers; ++waves) {
+    const int64_t parts = std::clamp<int64_t>(waves * room / blocks, 1, members);
+    if (time_of(parts) < time_of(best)) best = parts;
+  }
+  return best;
 }
 
 // Whether the host does not know how many keys a query sees. params.block_mask is set.

@@ -235,8 +235,13 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
         reasons += [
             f"at most {plan.tile_queries} queries and keys: a block takes several heads{kept}"
         ]
-    if plan.takes_heads:
+    if plan.takes_heads and call.is_backward:
         reasons += [f"{call.batches * call.heads} heads: a block takes whole ones"]
+    elif plan.takes_heads:
+        reasons += [
+            f"{call.batches} heads share a bias: registers of a block keep that of "
+            f"{plan.tile_queries} queries"
+        ]
     if plan.splits > 1:
         reasons += [f"{plan.splits} blocks share the keys of a tile of queries"]
     head_dim = max(call.head_dim, call.value_dim)

@@ -24,6 +24,8 @@ cudaError_t launch_backward(Sm80, const BackwardLaunch& launch, cudaStream_t str
 template <class T>
 cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t stream);
 template <class T>
+cudaError_t launch_heads(Sm90, const ForwardLaunch& launch, cudaStream_t stream);
+template <class T>
 cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t stream);
 // dB in order, or its parts.
 template <class T>

@@ -226,22 +226,14 @@ int plan_small(Plan& plan, const AttentionParams& params, bool is_backward, cons
   plan.threads = tile.threads();
   plan.reads_bias_in_place = tile.holds_bias();
   plan.shared_bytes = SmallLayout(tile, is_backward).bytes;
-  const int64_t members = params.members_of_bias();
   const int64_t entries = params.bias_batches() * params.bias_heads();
   const int64_t room =
       device.multiprocessors *
       std::min(is_backward ? tile.backward_blocks : tile.forward_blocks,
                device.shared_bytes_per_sm / (plan.shared_bytes + kReservedSharedBytes));
-  const auto time_of = [&](int64_t parts) {
-    return divide_up(entries * parts, room) * (divide_up(members, parts) + kMembersOfSmallStart);
-  };
-  int64_t best = 1;
-  for (int64_t waves = 1; waves <= kMostSmallWaves; ++waves) {
-    const int64_t parts = std::clamp<int64_t>(waves * room / entries, 1, members);
-    if (time_of(parts) < time_of(best)) best = parts;
-  }
-  plan.blocks = best * entries;
-  return static_cast<int>(best);
+  const int64_t parts = parts_of_members(params, entries, room);
+  plan.blocks = parts * entries;
+  return static_cast<int>(parts);
 }
 
 // Whether the gradient of a shared bias takes less time in order than by atomics: in small windows

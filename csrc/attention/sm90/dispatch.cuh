@@ -8,6 +8,7 @@
 #include "backward_wide.cuh"
 #include "bias_gradient.cuh"
 #include "forward.cuh"
+#include "forward_heads.cuh"
 #include "plan.h"
 #include "tensor_map.h"
 
@@ -141,6 +142,39 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
                                 1, Memory::kThreads, Memory::kBytes, stream, params, maps);
       }
     });
+  });
+}
+
+template <class T>
+cudaError_t launch_heads(Sm90, const ForwardLaunch& launch, cudaStream_t stream) {
+  const auto& [params, plan] = launch;
+  return with_regime(kAttentionHopperHeadsForwardTiles, plan.tile, [&]<int kIndex>() {
+    const auto launch_with = [&]<bool kHasMask>() {
+      using Memory = HopperHeadsForwardMemory<kHasMask, kIndex>;
+      const auto kernel = attention_hopper_heads_forward_kernel<T, kHasMask, kIndex>;
+      if (plan.blocks > INT32_MAX) return cudaErrorInvalidValue;
+      // Before the maps, because it gives a new thread its context.
+      MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
+      HeadsForwardMaps maps;
+      const auto make = [&](CUtensorMap& map, const Strided& tensor, int64_t heads, int rows,
+                            int columns, int box_rows) {
+        return make_tensor_map(map, tensor, params.batches, heads, rows, columns, box_rows,
+                               Memory::kRowBytes);
+      };
+      MEGASOFTMAX_RETURN_IF_ERROR(make(maps.query, params.query, params.heads, params.queries,
+                                       params.head_dim, Memory::kBox));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make(maps.key, params.key, params.key_heads, params.keys, params.head_dim, Memory::kBox));
+      MEGASOFTMAX_RETURN_IF_ERROR(make(maps.value, params.value, params.key_heads, params.keys,
+                                       params.value_dim, Memory::kBox));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make(maps.output, params.output, params.heads, params.queries, params.value_dim, 16));
+      return megasoftmax::launch(kernel, dim3(static_cast<unsigned>(plan.blocks)),
+                                 dim3(static_cast<unsigned>(plan.threads)), Memory::kBytes,
+                                 Together::kNot, 1, stream, params, maps);
+    };
+    return params.block_mask.words != nullptr ? launch_with.template operator()<true>()
+                                              : launch_with.template operator()<false>();
   });
 }
 

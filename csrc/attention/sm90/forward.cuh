@@ -44,10 +44,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const int thread = static_cast<int>(threadIdx.x);
     for (int at = 16 * thread; at < Memory::kOnesAt - Memory::kMaskedAt; at += 16 * kThreads)
       store_four(memory.masked(0) + at, {0, 0, 0, 0});
-    // Swizzled: the first vector of row r is vector r.
-    if (thread < Memory::kOnesBytes / 16)
-      store_four(memory.ones() + 16 * thread,
-                 {thread / 8 == thread % 8 ? round_pair<T>(1.f, 0.f) : 0, 0, 0, 0});
+    MaskedKeys<T, Memory::kKeys>::store_ones(memory.ones());
     publish_writes();
   }
   __syncthreads();

@@ -110,15 +110,19 @@ inline bool are_faster(const AttentionParams& params, int queries, int keys) {
              kFilledPercent;
 }
 
-// Whether Hopper's kernels take a launch.
-inline bool takes_hopper(const AttentionParams& params) {
+// Whether Hopper's kernels take the queries, keys and values of a launch.
+inline bool takes_tensors(const AttentionParams& params) {
   const auto is_dense = [&](const Strided& tensor, int64_t heads, int rows) {
     return takes_tensor_copies(tensor, params.batches, heads, rows);
   };
-  return params.query.type != DType::kFloat32 && takes_hopper_bias(params) && params.keys != 0 &&
+  return params.query.type != DType::kFloat32 && params.keys != 0 &&
          is_dense(params.query, params.heads, params.queries) &&
          is_dense(params.key, params.key_heads, params.keys) &&
          is_dense(params.value, params.key_heads, params.keys);
+}
+// Whether they take a launch.
+inline bool takes_hopper(const AttentionParams& params) {
+  return takes_hopper_bias(params) && takes_tensors(params);
 }
 
 // Whether the gradient of a shared bias is summed in clusters: one block for each batch that shares
@@ -164,6 +168,36 @@ inline int hopper_forward_tile(const AttentionParams& params) {
   if (!takes_few_queries(params)) return tile;
   const bool shares = hopper_heads_of_block(params, kAttentionHopperTiles[tile]) > 1;
   return shares && params.queries > kMostQueriesOfSharedRows ? tile : -1;
+}
+
+// A row of kAttentionHopperHeadsForwardTiles for heads that share a bias, or -1, also if other
+// kernels are faster. Sets into how many parts they are cut.
+inline int hopper_heads_tile(const AttentionForwardParams& params, const Device& device,
+                             int& parts) {
+  if (hopper_bias(params) != HopperBias::kTile || !has_dense_rows(params) ||
+      !takes_tensors(params) || params.queries <= kMaxDecodeQueries || params.rows() == 0 ||
+      std::max(params.head_dim, params.value_dim) > AttentionHopperHeadsForwardTile::head_dim ||
+      params.window_left >= 0 || params.window_right >= 0 ||
+      hopper_mask(static_cast<const AttentionParams&>(params)) == HopperMask::kAny)
+    return -1;
+  for (int index = 0; index < static_cast<int>(std::size(kAttentionHopperHeadsForwardTiles));
+       ++index) {
+    const AttentionHopperHeadsForwardTile& tile = kAttentionHopperHeadsForwardTiles[index];
+    if (params.keys > tile.keys) continue;
+    const int64_t blocks = params.bias_batches() * params.bias_heads() *
+                           divide_up<int64_t>(params.queries, tile.queries());
+    if (blocks > INT32_MAX) return -1;
+    const int64_t found = parts_of_members(params, blocks, device.multiprocessors);
+    parts = static_cast<int>(found);
+    const double filled = filled_part(blocks * found, device.multiprocessors) *
+                          filled_part(params.keys, tile.keys) *
+                          filled_part(params.queries, tile.queries());
+    return 100 * filled >= kFilledPercentOfBiasInRegisters &&
+                   params.members_of_bias() >= kFewestMembersOfBias * found
+               ? index
+               : -1;
+  }
+  return -1;
 }
 
 // Whether Hopper's kernels take the gradients of a launch.
@@ -256,6 +290,9 @@ struct Sm90 {
     if (device.major != kHopperMajor || small_tile(params, device) >= 0) return {};
     ForwardPlan plan;
     plan.backend = kId;
+    plan.tile = hopper_heads_tile(params, device, plan.bias_parts);
+    if (plan.tile >= 0 && has_code(0)) return plan_heads(plan, params);
+    plan.bias_parts = 1;
     plan.tile = hopper_forward_tile(params);
     if (plan.tile < 0 || !has_code(plan.tile)) return {};
     const AttentionHopperTile& tile = kAttentionHopperTiles[plan.tile];
@@ -317,6 +354,18 @@ struct Sm90 {
   }
 
  private:
+  static ForwardPlan plan_heads(ForwardPlan plan, const AttentionForwardParams& params) {
+    const AttentionHopperHeadsForwardTile& tile = kAttentionHopperHeadsForwardTiles[plan.tile];
+    plan.kernel = ForwardKernel::kHeads;
+    plan.reads_bias_in_place = true;
+    plan.tile_head_dim = plan.tile_value_dim = tile.head_dim;
+    plan.tile_queries = tile.queries();
+    plan.tile_keys = tile.keys;
+    plan.threads = tile.threads();
+    plan.blocks = plan.bias_parts * params.bias_batches() * params.bias_heads() *
+                  divide_up<int64_t>(params.queries, tile.queries());
+    return plan;
+  }
   static BackwardPlan plan_heads(const AttentionBackwardParams& params, int index,
                                  const Device& device) {
     const AttentionHopperHeadsTile& tile = kAttentionHopperHeadsTiles[index];

@@ -161,6 +161,18 @@ __device__ inline void start_load(uint32_t (&words)[4], const uint32_t* global) 
                : "l"(global));
 }
 
+// Loads what no thread writes if `is_given`, without a branch. Else the word stays as it is.
+__device__ inline void load_if(bool is_given, uint32_t& word, const uint32_t* global) {
+  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}"
+      : "+r"(word)
+      : "l"(global), "r"(static_cast<int>(is_given)));
+}
+__device__ inline void load_if(bool is_given, uint32_t& word, const uint16_t* global) {
+  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.u16 %0, [%1];}"
+      : "+r"(word)
+      : "l"(global), "r"(static_cast<int>(is_given)));
+}
+
 // Waits until loads of the warp from shared memory are complete, from which `words` is made. An
 // arrival at a barrier after a load does not wait for it, so others could overwrite the words
 // before.
@@ -207,7 +219,13 @@ __device__ inline void sync_warps() {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(32 * kWarps) : "memory");
 }
 
-// Writes four 8x8 matrices of 16-bit elements, as load_matrices_transposed reads them.
+// Writes four 8x8 matrices of 16-bit elements, as load_matrices reads them.
+__device__ inline void store_matrices(uint32_t shared, const uint32_t (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+// As load_matrices_transposed reads them.
 __device__ inline void store_matrices_transposed(uint32_t shared, const uint32_t (&matrices)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),

@@ -28,6 +28,14 @@ struct MaskedKeys {
       store_word(mine + 2 * i,
                  (bits >> i & 1) * kExcluded | (bits >> (i + 1) & 1) * kExcluded << 16);
   }
+  // Writes eight rows of the column of ones, by the first threads of a block. Swizzled: the first
+  // vector of row r is vector r.
+  __device__ static void store_ones(uint32_t ones) {
+    const int thread = thread_index_anew();
+    if (thread < 64)
+      store_four(ones + 16 * thread,
+                 {thread / 8 == thread % 8 ? round_pair<T>(1.f, 0.f) : 0, 0, 0, 0});
+  }
 };
 
 template <class T, HopperBias kBias, HopperMask kMask, int kIndex>

@@ -1,0 +1,5 @@
+#include "../sm90/dispatch.cuh"
+
+namespace megasoftmax {
+template cudaError_t launch_heads<__half>(Sm90, const ForwardLaunch&, cudaStream_t);
+}  // namespace megasoftmax

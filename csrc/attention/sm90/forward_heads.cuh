@@ -1,0 +1,532 @@
+#pragma once
+// Attention on Hopper for many heads that share a dense bias, such as the rows of a pair
+// representation. A block keeps the bias of 128 queries and all keys in registers, and takes the
+// batches and heads that share it, its members, one after the other.
+//
+// One warp copies a member's queries, and its keys and values as a whole, some members ahead. Each
+// of two warpgroups has 64 queries. It takes the keys in steps. While it makes the weights of a
+// step, the products of the next keys run, and those of the weights before with their values. So
+// does the end of a member with the begin of the next.
+//
+// Weights are relative to a reference of each query: at first the largest entry of its bias. So
+// no step waits for a largest logit, and sums need no scaling. If the sum of weights of a row shows
+// that the reference was far from its logits, the warp computes its rows again step by step, and
+// takes the largest logits that it finds as references of the next member.
+
+#include "../../common/math.cuh"
+#include "../../common/reduce.cuh"
+#include "../bias.cuh"
+#include "../limits.h"
+#include "../online_softmax.cuh"
+#include "../params.h"
+#include "../sm80/tile.cuh"
+#include "forward/copy.cuh"
+#include "plan.h"
+#include "ptx.cuh"
+#include "tensor_map.h"
+
+namespace megasoftmax {
+
+// Boxes of 32 columns: 128 queries or keys, and of the output the 16 queries of a warp.
+struct HeadsForwardMaps {
+  CUtensorMap query, key, value, output;
+};
+
+template <bool kHasMask, int kIndex>
+struct HopperHeadsForwardMemory {
+  static constexpr AttentionHopperHeadsForwardTile kTile =
+      kAttentionHopperHeadsForwardTiles[kIndex];
+  static constexpr int kWarps = 4 * kTile.warpgroups, kStages = kTile.stages;
+  static constexpr int kDim = kTile.head_dim, kRowBytes = 2 * kDim;
+  static constexpr int kKeys = kTile.keys, kQueries = kTile.queries(), kBox = 128;
+  static_assert(kKeys % kBox == 0 && kQueries == kBox && kTile.steps() % 2 == 0);
+  static_assert(shares_registers(kTile));
+
+  // Of each stage queries, keys, values, and what a mask of keys excludes, as HopperMemory has it;
+  // ones; results of each warp; barriers; of each stage whether the mask excludes all keys.
+  static constexpr int kQueryBytes = kQueries * kRowBytes, kKeyBytes = kKeys * kRowBytes;
+  static constexpr int kMaskedPanelBytes = 16 * 128, kOnesBytes = kHasMask ? 8 * 128 : 0;
+  static constexpr int kMaskedBytes = kHasMask ? kKeys / 64 * kMaskedPanelBytes : 0;
+  static constexpr int kStageBytes = kQueryBytes + 2 * kKeyBytes + kMaskedBytes;
+  static constexpr int kOnesAt = kStages * kStageBytes, kResultsAt = kOnesAt + kOnesBytes;
+  static constexpr int kResultBytes = 16 * kRowBytes;
+  static constexpr int kBarriersAt = kResultsAt + kWarps * kResultBytes;
+  static constexpr int kFlagsAt = kBarriersAt + 8 * 2 * kStages;
+  static constexpr int kBytes = kFlagsAt + kStages * static_cast<int>(sizeof(int));
+  static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
+
+  uint32_t address;
+
+  __device__ uint32_t queries(int stage) const { return address + stage * kStageBytes; }
+  __device__ uint32_t keys(int stage) const { return queries(stage) + kQueryBytes; }
+  __device__ uint32_t values(int stage) const { return keys(stage) + kKeyBytes; }
+  __device__ uint32_t masked(int stage) const { return values(stage) + kKeyBytes; }
+  __device__ uint32_t ones() const { return address + kOnesAt; }
+  __device__ uint32_t results(int warp) const { return address + kResultsAt + warp * kResultBytes; }
+  __device__ static int& sees_nothing(char* memory, int stage) {
+    return reinterpret_cast<int*>(memory + kFlagsAt)[stage];
+  }
+  __device__ Barrier stage_is_there(int stage) const { return {address + kBarriersAt + 8 * stage}; }
+  __device__ Barrier stage_is_used(int stage) const {
+    return {address + kBarriersAt + 8 * (kStages + stage)};
+  }
+  // Called by one thread before others use the barriers.
+  __device__ void init_barriers() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      stage_is_there(stage).init(1);
+      stage_is_used(stage).init(kWarps);
+    }
+    publish_barriers();
+  }
+  // Called by all threads of the block before others use the mask.
+  template <class T>
+  __device__ void init_mask() const {
+    if constexpr (kHasMask) {
+      const int thread = thread_index_anew();
+      for (int stage = 0; stage < kStages; ++stage) {
+        for (int at = 16 * thread; at < kMaskedBytes; at += 16 * kTile.threads())
+          store_four(masked(stage) + at, {0, 0, 0, 0});
+      }
+      MaskedKeys<T, kBox>::store_ones(ones());
+      publish_writes();
+    }
+  }
+};
+
+// What a block takes: so many queries from the first one on of the members of a part. Blocks that
+// follow each other take the same members.
+template <class Memory>
+struct WorkOfHeads {
+  int first_query;
+  BiasMembers members;
+
+  __device__ explicit WorkOfHeads(const AttentionParams& params)
+      : WorkOfHeads(params, divide_up(params.queries, Memory::kQueries)) {}
+  __device__ int count() const { return members.end - members.begin; }
+  __device__ void place(const AttentionParams& params, int number, int& batch, int& head) const {
+    members.place(params, members.begin + number, batch, head);
+  }
+
+ private:
+  __device__ WorkOfHeads(const AttentionParams& params, int tiles)
+      : first_query(static_cast<int>(blockIdx.x) % tiles * Memory::kQueries),
+        members(params, static_cast<int>(blockIdx.x) / tiles) {}
+};
+
+// The copying warp.
+template <class T, bool kHasMask, int kIndex>
+__device__ __forceinline__ void copy_members(
+    const AttentionForwardParams& params, const HeadsForwardMaps& maps,
+    const HopperHeadsForwardMemory<kHasMask, kIndex>& memory) {
+  using Memory = HopperHeadsForwardMemory<kHasMask, kIndex>;
+  constexpr int kBox = Memory::kBox, kBoxes = Memory::kKeys / kBox;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const WorkOfHeads<Memory> work(params);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int number = 0; number < work.count(); ++number) {
+    const int stage = number % Memory::kStages;
+    int batch, head, key_head, rest;
+    work.place(params, number, batch, head);
+    params.heads_per_key_head.split(head, key_head, rest);
+    __syncwarp();  // lanes wait for the same phases
+    memory.stage_is_used(stage).wait((number / Memory::kStages & 1) ^ 1);
+    if constexpr (kHasMask) {
+      uint32_t seen = 0;
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        if (kBox * box >= params.keys) continue;
+        using Masked = MaskedKeys<T, kBox>;
+        const Masked masked(params, batch, head, kBox * box);
+        masked.store(memory.masked(stage) + kBox / 64 * Memory::kMaskedPanelBytes * box,
+                     Memory::kMaskedPanelBytes);
+        const int left = params.keys - kBox * box - Masked::first();
+        seen |= ~masked.bits & ((1u << min(max(left, 0), Masked::kOfLane)) - 1);
+      }
+      const bool sees_nothing = __all_sync(~0u, seen == 0);
+      if (lane == 0) Memory::sees_nothing(shared_memory, stage) = sees_nothing;
+      publish_writes();
+      __syncwarp();  // all lanes have written theirs
+    }
+    if (lane != 0) continue;
+    const Barrier there = memory.stage_is_there(stage);
+    there.arrive_and_expect(Memory::kQueryBytes + 2 * Memory::kKeyBytes);
+    start_copy_of_box(memory.queries(stage), maps.query, there, 0, work.first_query, head, batch);
+    for (int box = 0; box < kBoxes; ++box)
+      start_copy_of_box(memory.keys(stage) + kBox * Memory::kRowBytes * box, maps.key, there, 0,
+                        kBox * box, key_head, batch);
+    for (int box = 0; box < kBoxes; ++box)
+      start_copy_of_box(memory.values(stage) + kBox * Memory::kRowBytes * box, maps.value, there, 0,
+                        kBox * box, key_head, batch);
+  }
+}
+
+// References of two rows, see above. Infinite, where weights relative to it would lose digits: all
+// are 0 then, and the rows are computed step by step.
+struct References {
+  static constexpr float kLargestOffset = 4096.f;  // as in OnlineSoftmax
+  float rows[2];
+
+  __device__ float offset(int half) const { return rows[half] * kLog2E; }
+  __device__ void set(int half, float logit) {
+    rows[half] = fabsf(logit * kLog2E) <= kLargestOffset ? logit : INFINITY;
+  }
+  // Whether weights may have such a sum. NaN fails. Of float16 smaller weights would lose digits.
+  template <class T>
+  __device__ static bool are_fine(float sum) {
+    constexpr float kLeast = std::is_same_v<T, __half> ? 0.125f : 0x1p-30f;
+    return sum >= kLeast && sum <= 16384.f;
+  }
+};
+
+// The bias of this lane's rows, -infinity beyond the last key: pairs of entries, or of exponents,
+// which are log2(e) times what entries exceed the reference by.
+template <class T, int kSteps, int kN, bool kAreExponents>
+class BiasOfLane {
+ public:
+  // Sets the references to the largest entries.
+  __device__ __forceinline__ BiasOfLane(const AttentionParams& params, const BiasRows<T>& bias,
+                                        int first_query, References& references) {
+    uint32_t words[kCount];
+    float largest[2] = {-INFINITY, -INFINITY};
+    load(params, bias, first_query, words);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const Pack<T, 2> pair{words[i]};
+      largest[i % 2] = fmaxf(largest[i % 2], fmaxf(pair[0], pair[1]));
+    }
+    references.set(0, warp_max<4>(largest[0]));
+    references.set(1, warp_max<4>(largest[1]));
+    keep(words, references);
+  }
+  // After references have changed.
+  __device__ __forceinline__ void update(const AttentionParams& params, const BiasRows<T>& bias,
+                                         int first_query, const References& references) {
+    if constexpr (kAreExponents) {
+      uint32_t words[kCount];
+      load(params, bias, first_query, words);
+      keep(words, references);
+    }
+  }
+  __device__ __forceinline__ float2 exponents(int step, int n, int half,
+                                              const References& references) const {
+    const Kept& kept = kept_[(step * kN + n) * 2 + half];
+    if constexpr (kAreExponents) {
+      return kept;
+    } else {
+      // Unknown: otherwise floats would be kept.
+      return exponents_of(unknown(kept), references.offset(half));
+    }
+  }
+
+ private:
+  static constexpr int kCount = kSteps * kN * 2;
+  using Kept = std::conditional_t<kAreExponents, float2, uint32_t>;
+  Kept kept_[kCount];
+
+  __device__ static float2 exponents_of(uint32_t word, float offset) {
+    const Pack<T, 2> pair{word};
+    return {fmaf(pair[0], kLog2E, -offset), fmaf(pair[1], kLog2E, -offset)};
+  }
+  __device__ __forceinline__ void keep(const uint32_t (&words)[kCount],
+                                       const References& references) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (kAreExponents) {
+        kept_[i] = exponents_of(words[i], references.offset(i % 2));
+      } else {
+        kept_[i] = words[i];
+      }
+    }
+  }
+  // Pairs of entries, 0 beyond the last query.
+  __device__ __forceinline__ static void load(const AttentionParams& params,
+                                              const BiasRows<T>& bias, int first_query,
+                                              uint32_t (&words)[kCount]) {
+    constexpr uint32_t kLowest = Pack<T, 2>::kLowestWord;
+    const FirstElement mine;
+    const uint16_t* rows[2];
+    bool are_there[2], are_pairs = params.keys % 2 == 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = first_query + mine.row + row_offset(0, 2 * half);
+      are_there[half] = query < params.queries;
+      rows[half] =
+          reinterpret_cast<const uint16_t*>(bias.row(are_there[half] ? query : 0)) + mine.column;
+      are_pairs &= reinterpret_cast<uintptr_t>(rows[half]) % 4 == 0;
+    }
+    const int left = params.keys - mine.column;
+    if (__all_sync(~0u, are_pairs)) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        words[i] = kLowest;
+        load_if(8 * (i / 2) < left, words[i],
+                reinterpret_cast<const uint32_t*>(rows[i % 2] + 8 * (i / 2)));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        uint32_t second = kLowest >> 16;
+        words[i] = second;
+        load_if(8 * (i / 2) < left, words[i], rows[i % 2] + 8 * (i / 2));
+        load_if(8 * (i / 2) + 1 < left, second, rows[i % 2] + 8 * (i / 2) + 1);
+        words[i] |= second << 16;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) words[i] = are_there[i % 2] ? words[i] : 0;
+  }
+};
+
+// Computes the rows of a warp of a member as the portable kernel does, and writes them.
+template <class T, class Memory>
+__device__ __forceinline__ void attend_step_by_step(const AttentionForwardParams& params,
+                                                    const Memory& memory, int stage,
+                                                    const BiasRows<T>& bias, int batch, int head,
+                                                    int tile_query, int first_query,
+                                                    References& references) {
+  using Rows = Tile<T, Memory::kKeys, Memory::kDim>;
+  constexpr int kStepKeys = 16;
+  const FirstElement mine;
+  const int query = tile_query + first_query + mine.row;
+  OnlineSoftmax<1> softmax(params.logit_scale);
+  float output[1][Memory::kDim / 8][4] = {};
+#pragma unroll 1
+  for (int key = 0; key < params.keys; key += kStepKeys) {
+    float logits[1][kStepKeys / 8][4] = {};
+    multiply_rows<T, Memory::kDim>(logits,
+                                   FragmentsDown<Rows>({memory.queries(stage)}, first_query),
+                                   FragmentsAcross<Rows>({memory.keys(stage)}, key));
+    uint32_t excluded = 0;
+    if (params.block_mask.words != nullptr)
+      excluded =
+          __ldg(params.block_mask.of(batch, head) + params.block_mask.layout.bits() + key / 32) >>
+          key % 32;
+#pragma unroll
+    for (int i = 0; i < kStepKeys / 2; ++i) {
+      const int offset = mine.column + column_offset(i / 4, i % 4);
+      const int row = min(query + row_offset(0, i % 4), params.queries - 1);
+      float& logit = logits[0][i / 4][i % 4];
+      logit = key + offset >= params.keys || (excluded >> offset & 1) != 0
+                  ? -INFINITY
+                  : fmaf(logit, params.logit_scale, to_float(bias.row(row)[key + offset]));
+    }
+    softmax.template step<true>(logits, output);
+    multiply_weights<T>(output, logits, FragmentsDown<Rows>({memory.values(stage)}, key));
+  }
+  const RowEnds row_ends(params, head);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = sum_of_row(softmax.sum[0][half]);
+    const RowEnd row_end = row_ends.of(softmax.max[0][half], sum);
+    if (sum != 0.f) references.set(half, softmax.max[0][half]);
+    const int row = query + row_offset(0, 2 * half);
+    if (row >= params.queries) continue;
+    if (mine.column == 0) row_end.store(params, params.row_index(batch, head, row));
+    T* const results = params.output.row<T>(batch, head, row) + mine.column;
+#pragma unroll
+    for (int n = 0; n < Memory::kDim / 8; ++n) {
+      if (8 * n < params.value_dim)
+        *reinterpret_cast<uint32_t*>(results + 8 * n) = round_pair<T>(
+            output[0][n][2 * half] * row_end.factor, output[0][n][2 * half + 1] * row_end.factor);
+    }
+  }
+}
+
+// A warpgroup with 64 queries.
+template <class T, bool kHasMask, int kIndex>
+__device__ __forceinline__ void attend_members(
+    const AttentionForwardParams& params, const HeadsForwardMaps& maps,
+    const HopperHeadsForwardMemory<kHasMask, kIndex>& memory, int warpgroup) {
+  using Memory = HopperHeadsForwardMemory<kHasMask, kIndex>;
+  constexpr int kStages = Memory::kStages, kDim = Memory::kDim, kRowBytes = Memory::kRowBytes;
+  constexpr int kStepKeys = Memory::kTile.step_keys, kN = kStepKeys / 8;
+  constexpr int kSteps = Memory::kTile.steps();
+  extern __shared__ __align__(1024) char shared_memory[];
+  // Read anew where they are needed: registers are few.
+  const auto lane = [] { return thread_index_anew() % 32; };
+  const auto warp = [] { return uniform(thread_index_anew() / 32) - 4; };
+  const WorkOfHeads<Memory> work(params);
+  const auto bias_rows = [&] {
+    int batch, head;
+    work.place(params, 0, batch, head);
+    return BiasRows<T>(params, batch, head);
+  };
+
+  References references;
+  BiasOfLane<T, kSteps, kN, Memory::kTile.keeps_exponents> bias(
+      params, bias_rows(), work.first_query + 16 * warp(), references);
+  const float scale = params.logit_scale * kLog2E;
+  float scores[2][kN][4], output[kDim / 8][4] = {}, sums[2] = {}, factors[2] = {};
+  uint32_t weights[2][kN / 2][4] = {};
+  bool is_written = true;  // the member before, or there is none
+
+  const auto start_scores = [&]<int kStep>(int stage) {
+    constexpr int kKey = kStep * kStepKeys;
+    auto& results = scores[kStep % 2];
+    const uint64_t keys = narrow_matrix_at(memory.keys(stage));
+    start_product_of_rows<T, kDim>(
+        results, narrow_matrix_at(memory.queries(stage) + 64 * kRowBytes * warpgroup), 0,
+        moved(keys, kKey * kRowBytes), 0);
+    if constexpr (kHasMask) {
+      start_product<T, true>(results, rows_alike_at(memory.ones()),
+                             moved(matrix_at(memory.masked(stage), 16),
+                                   kKey / 64 * Memory::kMaskedPanelBytes + kKey % 64 * 2),
+                             true);
+    }
+  };
+  const auto start_output = [&]<int kStep>(int stage) {
+    start_sum_of_products<T, kRowBytes>(
+        output, weights[kStep % 2],
+        moved(narrow_matrix_at(memory.values(stage)), kStep * kStepKeys * kRowBytes));
+  };
+  const auto make_weights = [&]<int kStep>() {
+    auto& results = scores[kStep % 2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float pairs[kN];
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float2 added = bias.exponents(kStep, n, half, references);
+        float &first = results[n][2 * half], &second = results[n][2 * half + 1];
+        first = exp2_approximate(fmaf(first, scale, added.x));
+        second = exp2_approximate(fmaf(second, scale, added.y));
+        pairs[n] = first + second;
+      }
+      // Pairwise: a long chain of additions would keep the weights in registers.
+      sums[half] += reduce_pairwise(pairs, [](float x, float y) { return x + y; });
+    }
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) as_matrix_a<T>(weights[kStep % 2][i], results, i);
+  };
+  // All weights of a member are made.
+  const auto end_sums = [&](int number) {
+    const int stage = number % kStages;
+    int batch, head;
+    work.place(params, number, batch, head);
+    const bool sees_nothing = kHasMask && Memory::sees_nothing(shared_memory, stage) != 0;
+    bool are_fine = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sums[half] = sum_of_row(sums[half]);
+      are_fine &= References::are_fine<T>(sums[half]) || (sees_nothing && sums[half] == 0.f);
+    }
+    is_written = !__all_sync(~0u, are_fine);
+    if (is_written) {
+      attend_step_by_step(params, memory, stage, bias_rows(), batch, head, work.first_query,
+                          16 * warp(), references);
+      bias.update(params, bias_rows(), work.first_query + 16 * warp(), references);
+    } else {
+      // Of the four lanes with the same two rows two have one each.
+      const int half = lane() % 2;
+      const RowEnd row_end = RowEnds(params, head)
+                                 .of(half == 0 ? references.rows[0] : references.rows[1],
+                                     half == 0 ? sums[0] : sums[1]);
+      const int row = work.first_query + 16 * warp() + FirstElement().row + 8 * half;
+      if (lane() % 4 < 2 && row < params.queries)
+        row_end.store(params, params.row_index(batch, head, row));
+      const float other = __shfl_xor_sync(~0u, row_end.factor, 1);
+      factors[0] = half == 0 ? row_end.factor : other;
+      factors[1] = half == 0 ? other : row_end.factor;
+    }
+    sums[0] = sums[1] = 0.f;
+  };
+  // All products of a member are done.
+  const auto end_output = [&](int number) {
+    __syncwarp();
+    if (lane() == 0) memory.stage_is_used(number % kStages).arrive();
+    if (is_written) return;
+    const int own = warp();
+    if (lane() == 0) wait_for_reads_of_stores();
+    __syncwarp();
+    const FragmentsDown<Tile<T, 16, kDim>> results({memory.results(own)}, 0);
+#pragma unroll
+    for (int i = 0; i < 4 * (kDim / 8); ++i) output[i / 4][i % 4] *= factors[i % 4 / 2];
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+      uint32_t matrices[4];
+      as_matrix_a<T>(matrices, output, i);
+      store_matrices(results.address ^ 32 * i, matrices);
+    }
+    publish_writes();
+    __syncwarp();
+    if (lane() == 0) {
+      int batch, head;
+      work.place(params, number, batch, head);
+      start_store_of_box(maps.output, memory.results(own), 0, work.first_query + 16 * own, head,
+                         batch);
+      end_stores();
+    }
+  };
+
+  const int count = work.count();
+  memory.stage_is_there(0).wait(0);
+  begin_products();
+  start_scores.template operator()<0>(0);
+  end_products();
+  wait_for_products<0>();
+  touch(scores[0]);
+  // Of a member. Before the first one and after the last one, products have whatever is there.
+  // Returns whether there is a step after it.
+  const auto take_step = [&]<int kStep>(int number) {
+    constexpr bool kIsFirst = kStep == 0, kIsLast = kStep + 1 == kSteps;
+    if (kStep == 1) {
+      if (number > 0) end_output(number - 1);
+      if (number == count) return false;
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) output[i / 4][i % 4] = 0.f;
+    }
+    if (kIsLast && number + 1 < count)
+      memory.stage_is_there((number + 1) % kStages).wait((number + 1) / kStages & 1);
+    begin_products();
+    start_output.template operator()<(kStep + kSteps - 1) % kSteps>(
+        (number + (kIsFirst ? kStages - 1 : 0)) % kStages);
+    start_scores.template operator()<(kStep + 1) % kSteps>((number + (kIsLast ? 1 : 0)) % kStages);
+    end_products();
+    if (kStep > 1) {
+      wait_for_products<1>();
+      touch(scores[kStep % 2]);
+    }
+    make_weights.template operator()<kStep>();
+    // What it waits for is there. The loop ends a basic block: in a longer one the compiler adds
+    // weights to their sums so late that registers spill.
+    if (Memory::kTile.keeps_exponents && kStep > 0 && kStep % 2 == 0)
+      memory.stage_is_there(number % kStages).wait(number / kStages & 1);
+    if (kIsLast) end_sums(number);
+    if (kIsFirst || kIsLast) {
+      wait_for_products<0>();
+      touch(scores[(kStep + 1) % 2]);
+      touch(output);
+    }
+    return true;
+  };
+  [&]<int... kStep>(std::integer_sequence<int, kStep...>) {
+#pragma unroll 1
+    for (int number = 0; (take_step.template operator()<kStep>(number) && ...); ++number) {
+    }
+  }(std::make_integer_sequence<int, kSteps>{});
+  if (lane() == 0) wait_for_reads_of_stores();
+}
+
+template <class T, bool kHasMask, int kIndex>
+__global__ void __launch_bounds__(kAttentionHopperHeadsForwardTiles[kIndex].threads(), 1)
+    attention_hopper_heads_forward_kernel(const __grid_constant__ AttentionForwardParams params,
+                                          const __grid_constant__ HeadsForwardMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Memory = HopperHeadsForwardMemory<kHasMask, kIndex>;
+  extern __shared__ __align__(1024) char shared_memory[];
+  const Memory memory{shared_address(shared_memory)};
+  const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
+  if (threadIdx.x == 0) memory.init_barriers();
+  memory.template init_mask<T>();
+  __syncthreads();
+  if (warpgroup < 0) {
+    give_registers<Memory::kTile.copier_registers>();
+    if (threadIdx.x < 32) copy_members<T>(params, maps, memory);
+    return;
+  }
+  take_registers<Memory::kTile.registers>();
+  attend_members<T>(params, maps, memory, warpgroup);
+#endif
+}
+
+}  // namespace megasoftmax
