@@ -299,7 +299,6 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
     if (rows.scale < 0 && part.single >= 0) single = -single;
     const float least = Part::kHasSingles ? fmaxf(single, kLowest) : kLowest;
     mine.max = part.max_of_segment(fmaxf(largest_lane(raw), least));
-    if (Part::kHasSingles) of_single = exponent(single, mine.max);
   }
 #pragma unroll
   for (int i = 0; i < Part::kVectors; ++i) {
@@ -309,6 +308,7 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
     }
     sums[i] = reduce_pairwise(e[i], [](float a, float b) { return a + b; });
   }
+  if (!Bias::kCaps && Part::kHasSingles) of_single = exponent(single, mine.max);
   mine.sum = part.sum_of_segment(sums, of_single);
   if (Part::kHasSegments) mine = merge_segments<1>(part.exchange(mine), rows.segments, exponent);
   const Denominator denominator(mine, exponent);

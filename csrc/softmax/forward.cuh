@@ -331,18 +331,14 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
       const auto probability = [&](float z) {
         return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
       };
-      // Probabilities of a vector without a bias, as it is kept. are_small: as of `exponentials`.
-      [[maybe_unused]] const auto result_of = [&](const Pack<T>& pack, bool are_small) {
-        if constexpr (Bias::kCaps && kKeepsExponentials<T, decltype(tag)>) {
-          return probabilities_of(pack, denominator.factor);
-        } else {
-          float p[kElements];
-          if constexpr (Bias::kCaps) capped_logits().exponentials(pack, are_small, total.max, p);
+      constexpr bool kIsKept = Bias::kCaps && kKeepsExponentials<T, decltype(tag)>;
+      // Of a vector without a bias, as it waits. is_small: as of CappedLogits::of.
+      [[maybe_unused]] const auto make_probabilities = [&](const Pack<T>& pack, bool is_small,
+                                                           float (&p)[kElements]) {
+        if constexpr (Bias::kCaps) capped_logits().exponentials(pack, is_small, total.max, p);
 #pragma unroll
-          for (int j = 0; j < kElements; ++j)
-            p[j] = Bias::kCaps ? p[j] * denominator.factor : probability(pack[j]);
-          return writer.round(p);
-        }
+        for (int j = 0; j < kElements; ++j)
+          p[j] = Bias::kCaps ? p[j] * denominator.factor : probability(pack[j]);
       };
       const auto store = [&](int at, const Kept& kept, int i, float (&p)[kElements]) {
         replace_special(params, denominator, of.part.bounds, of.logits.mask, at, p);
@@ -377,8 +373,6 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
           Pack<T> raw[kVectors];
           load_kept(packs, raw);
           keep_loads_together();
-          using Out = decltype(tag);
-          constexpr bool kIsKept = Bias::kCaps && kKeepsExponentials<T, Out>;
           if (is_new) {
             [[maybe_unused]] MaskVectors excluded;
             load_mask(of, first, excluded);
@@ -393,7 +387,13 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
             auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) {
-              auto pack = result_of(raw[i], true);
+              Pack<decltype(tag), kElements> pack;
+              if constexpr (kIsKept) {
+                pack = probabilities_of(raw[i], denominator.factor);
+              } else {
+                make_probabilities(raw[i], true, p);
+                pack = writer.round(p);
+              }
               kept_entries.drop(i, pack);
               if (has_hint) {
                 writer.store_whole(target + i * kStride, pack);
@@ -407,9 +407,13 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
               const int at = column + i * kStride;
               if (at >= columns) break;
               const Pack<T> pack = packs[i * 32];
-              const auto result = result_of(pack, false);
+              if constexpr (kIsKept) {
+                const Pack<T> result = probabilities_of(pack, denominator.factor);
 #pragma unroll
-              for (int j = 0; j < kElements; ++j) p[j] = result[j];
+                for (int j = 0; j < kElements; ++j) p[j] = result[j];
+              } else {
+                make_probabilities(pack, false, p);
+              }
               store(at, kept_entries, i, p);
             }
           }
