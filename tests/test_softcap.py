@@ -68,6 +68,10 @@ ROWS: dict[str, Callable[[tuple[int, ...], str, torch.dtype], dict[str, Any]]] =
         "sink": normal(shape[1], device=device, seed=3).requires_grad_(),
         "visible": (None, torch.randint(0, shape[3] + 2, shape[:3], device=device).int()),
     },
+    "sinks far off": lambda shape, device, dtype: {
+        "sink": torch.tensor([120.0, 60.0, -120.0], device=device).requires_grad_(),
+        "causal": True,
+    },
 }
 
 
@@ -84,6 +88,19 @@ def test_softmax(case: str, dtype: torch.dtype, softcap: float, device: str) -> 
         given = ROWS[case](shape, device, dtype)
         function = fused_on(softmax, device)
         oracle.check(function, scores, softcap=softcap, **given, what=f"{length} columns")
+
+
+@pytest.mark.parametrize("softcap", [0.005, 0.01, 64.0, 65.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_at_the_limits(dtype: torch.dtype, softcap: float, device: str) -> None:
+    """Other kernels serve softcaps beside them. Many scores reach the softcap on either side."""
+    function = fused_on(softmax, device)
+    for length in (40, 1000, *((9000, 16_384) if device == "cuda" else ())):
+        scores = normal(2, 3, 5, length, device=device, dtype=dtype) * softcap
+        for given in ({}, {"causal": True, "scale": -2.0}):
+            oracle.check(function, scores, softcap=softcap, **given, what=f"{length} columns")
+            below = -scores.abs() - softcap
+            oracle.check(function, below, softcap=softcap, **given, what=f"{length} below")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -20,25 +20,32 @@ __device__ __forceinline__ bool cap_products(const AttentionParams& params,
 // products are large. For bfloat16 a logit errs by 2.3e-5 of itself: by 5e-4 at most, if the
 // softcap is 50. Rounding changes a weight by up to 2e-3.
 template <class T>
-struct CappedExponents {
+class CappedExponents {
+ public:
+  __device__ explicit CappedExponents(const Softcap& softcap)
+      : fourfold_(4.f * softcap.inner), tanh_(softcap.cap * kLog2E, fourfold_) {}
+  __device__ __forceinline__ float operator()(float product, float taken) {
+    // Squares are compared as bits, because three integers have a maximum in one instruction.
+    largest_ = max(largest_, __float_as_uint(product * product));
+    return fmaf(product, tanh_.over(product), -taken);
+  }
+  __device__ __forceinline__ bool are_wrong() const {
+    return !(__uint_as_float(largest_) * fourfold_ * fourfold_ < 4.f);
+  }
+  // Whether coefficients are normal numbers, and logits err by less than rounding changes weights.
+  __device__ __forceinline__ static bool are_fine(const Softcap& softcap) {
+    const float inner = fabsf(softcap.inner);
+    return softcap.cap >= 1.f && inner >= 1e-5f && inner <= 1000.f &&
+           (!kIsBfloat16 || softcap.cap <= kMostCapOfBfloat16);
+  }
+
+ private:
+  static constexpr bool kIsBfloat16 = std::is_same_v<T, __nv_bfloat16>;
   static constexpr float kMostCapOfBfloat16 = 200.f;
 
-  float fourfold;
-  SmallTanh<std::is_same_v<T, __nv_bfloat16> ? 3 : 4> tanh;
-  AnyFrom2 large;
-
-  __device__ explicit CappedExponents(const Softcap& softcap)
-      : fourfold(4.f * softcap.inner), tanh(softcap.cap * kLog2E) {}
-  __device__ __forceinline__ float operator()(float product, float taken) {
-    const float v = product * fourfold;
-    large.add(v);
-    return fmaf(v, tanh.over(v), -taken);
-  }
-  __device__ __forceinline__ bool are_wrong() const { return large.is_there(); }
-  // Whether logits err by less than rounding changes weights.
-  __device__ __forceinline__ static bool are_fine(const Softcap& softcap) {
-    return !std::is_same_v<T, __nv_bfloat16> || softcap.cap <= kMostCapOfBfloat16;
-  }
+  float fourfold_;
+  SmallTanh<kIsBfloat16 ? 3 : 4> tanh_;
+  uint32_t largest_ = 0;
 };
 
 // What gradients of logits are multiplied by to be those of products, but for the scale. It is kept

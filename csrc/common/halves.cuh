@@ -98,6 +98,18 @@ struct Halves {
 #endif
   }
 
+  // Both halves times a factor, rounded once but for 2^-17 of the product.
+  __device__ static uint32_t times(uint32_t a, float factor) {
+#if __CUDA_ARCH__ >= 800
+    static_assert(std::is_same_v<T, __nv_bfloat16>, "float16 has no room for the rest");
+    const __nv_bfloat162 most = __float2bfloat162_rn(factor);
+    const __nv_bfloat162 rest = __float2bfloat162_rn(factor - __low2float(most));
+    return word(__hfma2(pair(a), most, __hmul2(pair(a), rest)));
+#else
+    return rounded_to_bfloat16(low_bfloat16(a) * factor, high_bfloat16(a) * factor);
+#endif
+  }
+
  private:
   __device__ static uint32_t chosen(uint32_t a, uint32_t b, uint32_t is_first) {
     return (a & is_first) | (b & ~is_first);

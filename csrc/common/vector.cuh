@@ -125,6 +125,20 @@ struct alignas(sizeof(T) * kElements < 16 ? sizeof(T) * kElements : 16) Pack {
     }
   }
 
+  // Lanes that are -inf or NaN.
+  __device__ void clear_lowest() {
+    // The least finite number.
+    constexpr uint32_t kLeast = kLowestWord - (sizeof(T) == 4 ? 1 : 0x10001);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        words[i] = (*this)[i] >= __uint_as_float(kLeast) ? words[i] : 0;
+      } else {
+        words[i] &= Halves<T>::reaching(words[i], kLeast);
+      }
+    }
+  }
+
   __device__ void flip_signs() {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] ^= sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
@@ -167,6 +181,29 @@ __device__ inline float largest_lane(const Pack<T, kElements> (&packs)[kPacks]) 
   for (int word = 1; word < largest.kWords; ++word)
     largest.words[0] = max(largest.words[0], largest.words[word]);
   return sizeof(T) == 4 ? largest[0] : fmaxf(largest[0], largest[1]);
+}
+
+// The smallest.
+template <class T, int kElements, int kPacks>
+__device__ inline float smallest_lane(const Pack<T, kElements> (&packs)[kPacks]) {
+  const auto min = [](uint32_t a, uint32_t b) -> uint32_t {
+    if constexpr (std::is_same_v<T, float>) {
+      return __float_as_uint(fminf(__uint_as_float(a), __uint_as_float(b)));
+    } else {
+      return Halves<T>::smaller(a, b);
+    }
+  };
+  Pack<T, kElements> smallest = packs[0];
+#pragma unroll
+  for (int i = 1; i < kPacks; ++i) {
+#pragma unroll
+    for (int word = 0; word < smallest.kWords; ++word)
+      smallest.words[word] = min(smallest.words[word], packs[i].words[word]);
+  }
+#pragma unroll
+  for (int word = 1; word < smallest.kWords; ++word)
+    smallest.words[0] = min(smallest.words[0], smallest.words[word]);
+  return sizeof(T) == 4 ? smallest[0] : fminf(smallest[0], smallest[1]);
 }
 
 // One branch per element type: `body` is called with a value of the type that `type` names.

@@ -1,9 +1,12 @@
 #pragma once
 // Logits of rows that a softcap alone bends: no mask, bias or dropout. They are in units of exp2,
-// softcap * log2(e) * tanh, so that the exponent of a probability takes one addition.
+// softcap * log2(e) * tanh.
+//
+// They are bounded. So exponentials of the softmax need no maximum (reference_of_bounded). One
+// multiplication makes a probability of each, and rows in registers take exp2 once.
 //
 // A vector whose scaled scores all lie below half of the softcap takes the polynomial of
-// common/softcap.cuh, about 8 instructions a score. Another vector of 16 bits takes
+// common/softcap.cuh, 5 instructions a score. Another vector of 16 bits takes
 // 1 - 2 / (1 + e^(v/2)), with one reciprocal for four scores: the unit of special functions would
 // be slower than memory with one for each. That errs by less than 3e-7 of the softcap. The scores
 // of a vector alone decide, so a row has the same bits in all kernels. float32 decides score by
@@ -17,6 +20,36 @@ namespace megasoftmax {
 
 inline constexpr float kLargestFinite = 0x1p63f;
 
+// The largest magnitude of all lanes; not NaN unless all are. kButLowest: but those of -inf.
+template <bool kButLowest = false, class T, int kElements, int kPacks>
+__device__ inline float largest_magnitude(const Pack<T, kElements> (&packs)[kPacks]) {
+  if constexpr (kButLowest) {
+    Pack<T, kElements> others[kPacks];
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      others[i] = packs[i];
+      others[i].clear_lowest();
+    }
+    return largest_magnitude(others);
+  }
+  return fmaxf(largest_lane(packs), -smallest_lane(packs));
+}
+
+// Rows in segments keep exponentials for the pass that writes, rounded to this type, if results
+// have it too. They are rounded once more with the probabilities: each by 2^-9 at most.
+template <class T, class Out = T>
+inline constexpr bool kKeepsExponentials =
+    std::is_same_v<T, __nv_bfloat16> && std::is_same_v<T, Out>;
+
+// Probabilities of such exponentials.
+template <class T, int kElements>
+__device__ __forceinline__ Pack<T, kElements> probabilities_of(Pack<T, kElements> exponentials,
+                                                               float factor) {
+#pragma unroll
+  for (uint32_t& word : exponentials.words) word = Halves<T>::times(word, factor);
+  return exponentials;
+}
+
 template <class T>
 class CappedLogits {
  public:
@@ -24,66 +57,76 @@ class CappedLogits {
   __device__ CappedLogits(const Softcap& softcap, bool has_signs)
       : fourfold_(4.f * (has_signs ? fabsf(softcap.inner) : softcap.inner)),
         most_(softcap.cap * kLog2E),
-        small_(softcap.cap * kLog2E) {}
+        small_(most_, fourfold_) {}
   __device__ explicit CappedLogits(const LogitOptions& options)
       : CappedLogits(options.softcap, true) {}
 
   // Whether the polynomial serves scores of this magnitude.
   __device__ bool are_small(float magnitude) const { return fabsf(magnitude * fourfold_) < 2.f; }
+  // Whether it serves all scores of this lane. kMayExclude: also those of -inf, of which it makes
+  // -inf.
+  template <bool kMayExclude, int kElements, int kPacks>
+  __device__ __forceinline__ bool are_small(const Pack<T, kElements> (&scores)[kPacks]) const {
+    return are_small(largest_magnitude(scores)) ||
+           (kMayExclude && are_small(largest_magnitude<true>(scores)));
+  }
 
-  // kMayExclude: -inf is excluded, and stays -inf. Other large scores went through make_finite.
+  // Logits plus a number. kMayExclude: -inf is excluded, and stays -inf. Other large scores went
+  // through make_finite. is_small: the polynomial certainly serves them.
   template <bool kMayExclude, int kElements>
-  __device__ __forceinline__ void of(const Pack<T, kElements>& scores,
-                                     float (&z)[kElements]) const {
-    AnyFrom2 large;
-#pragma unroll
-    for (int j = 0; j < kElements; ++j) {
-      z[j] = scores[j] * fourfold_;
-      large.add(z[j]);
-    }
-    if (large.is_there()) {
-      of_large<kMayExclude>(z);
+  __device__ __forceinline__ void of(const Pack<T, kElements>& scores, float (&z)[kElements],
+                                     float added = 0.f, bool is_small = false) const {
+    const Pack<T, kElements> alone[1] = {scores};
+    if (is_small || are_small<kMayExclude>(alone)) {
+      exponents_of_small(scores, added, z);
     } else {
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) z[j] = of_polynomial(z[j]);
+      of_large<kMayExclude>(scores, z, added);
     }
   }
   // Of scores that are certainly small.
-  template <int kElements>
-  __device__ __forceinline__ void of_small(const Pack<T, kElements>& scores,
-                                           float (&z)[kElements]) const {
-#pragma unroll
-    for (int j = 0; j < kElements; ++j) z[j] = of_polynomial(scores[j] * fourfold_);
-  }
-  __device__ __forceinline__ float of_small(float score) const {
-    return of_polynomial(score * fourfold_);
-  }
-  // Those plus a number.
+  __device__ __forceinline__ float of_small(float score) const { return of_polynomial(score); }
   template <int kElements>
   __device__ __forceinline__ void exponents_of_small(const Pack<T, kElements>& scores, float added,
                                                      float (&z)[kElements]) const {
 #pragma unroll
-    for (int j = 0; j < kElements; ++j) {
-      const float v = scores[j] * fourfold_;
-      z[j] = fmaf(v, small_.over(v), added);
-    }
-  }
-  // Of one score; at least kLowest.
-  __device__ __forceinline__ float of_largest(float score) const {
-    return score == -INFINITY ? kLowest : of_single(score);
+    for (int j = 0; j < kElements; ++j) z[j] = of_polynomial(scores[j], added);
   }
   // Of one score that is not excluded.
   __device__ __forceinline__ float of_single(float score) const {
-    const float v = score * fourfold_;
-    return fabsf(v) < 2.f ? of_polynomial(v) : of_alone(v);
+    return are_small(score) ? of_polynomial(score) : of_alone(score * fourfold_);
+  }
+  // exp2 of logits less `reference`. are_small: as of `of`.
+  template <int kElements, int kVectors>
+  __device__ __forceinline__ void exponentials(const Pack<T, kElements> (&scores)[kVectors],
+                                               bool are_small, float reference,
+                                               float (&e)[kVectors][kElements]) const {
+    if (are_small) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) exponents_of_small(scores[i], -reference, e[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) of<true>(scores[i], e[i], -reference);
+    }
+#pragma unroll
+    for (auto& of_vector : e) {
+#pragma unroll
+      for (float& each : of_vector) each = exp2_approximate(each);
+    }
+  }
+  template <int kElements>
+  __device__ __forceinline__ void exponentials(const Pack<T, kElements>& scores, bool is_small,
+                                               float reference, float (&e)[kElements]) const {
+    of<true>(scores, e, -reference, is_small);
+#pragma unroll
+    for (float& each : e) each = exp2_approximate(each);
   }
   // What makes tanh of a logit. The largest one becomes no less than 1, whose slope is exactly 0.
   __device__ float to_tanh() const { return __uint_as_float(__float_as_uint(1.f / most_) + 1); }
 
  private:
-  // Rounded, whatever is added to it: some kernels keep it and others do not.
-  __device__ __forceinline__ float of_polynomial(float v) const {
-    return __fmul_rn(v, small_.over(v));
+  // Rounded once: what is kept and what is made again have the same bits.
+  __device__ __forceinline__ float of_polynomial(float score, float added = 0.f) const {
+    return fmaf(score, small_.over(score), added);
   }
   // 1 + e^|v/2|. Four of them have a finite product.
   __device__ static __forceinline__ float denominator(float v) {
@@ -98,14 +141,15 @@ class CappedLogits {
   }
 
   template <bool kMayExclude, int kElements>
-  __device__ __forceinline__ void of_large(float (&z)[kElements]) const {
+  __device__ __forceinline__ void of_large(const Pack<T, kElements>& scores, float (&z)[kElements],
+                                           float added) const {
 #pragma unroll
     for (int i = 0; i < kElements; i += 4) {
       float v[4], d[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         // Hidden: what both ways have in common would be computed before the branch.
-        v[j] = __uint_as_float(unknown(__float_as_uint(z[i + j])));
+        v[j] = __uint_as_float(unknown(__float_as_uint(scores[i + j]))) * fourfold_;
         d[j] = denominator(v[j]);
       }
       float parts[4];
@@ -129,29 +173,15 @@ class CappedLogits {
         } else {
           large = v[j] == v[j] ? large : v[j];
         }
-        z[i + j] = sizeof(T) == 4 && fabsf(v[j]) < 2.f ? of_polynomial(v[j]) : large;
+        z[i + j] = sizeof(T) == 4 && fabsf(v[j]) < 2.f ? of_polynomial(scores[i + j], added)
+                                                       : large + added;
       }
     }
   }
 
   float fourfold_, most_;
-  SmallTanh<sizeof(T) == 4 ? 5 : 4> small_;
+  SmallTanh<5> small_;
 };
-
-// The largest magnitude of all lanes, two lanes to an operation where they are halves; not NaN
-// unless all are.
-template <class T, int kElements, int kPacks>
-__device__ inline float largest_magnitude(const Pack<T, kElements> (&packs)[kPacks]) {
-  constexpr uint32_t kMagnitude = sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu;
-  Pack<T, kElements> magnitudes[kPacks];
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-#pragma unroll
-    for (int word = 0; word < packs[i].kWords; ++word)
-      magnitudes[i].words[word] = packs[i].words[word] & kMagnitude;
-  }
-  return largest_lane(magnitudes);
-}
 
 // Scores beyond +-kLargestFinite, infinite ones too, become that, which the softcap bounds alike
 // (has_moderate_cap in params.h). So -inf can mean excluded. NaN stays.
@@ -166,6 +196,19 @@ __device__ inline void make_finite(Pack<T, kElements>& scores) {
       word = Halves<T>::made_finite(word);
     }
   }
+}
+
+// Before some of these scores are excluded. Returns whether the polynomial serves all, for
+// `exponentials`.
+template <class T, int kElements, int kVectors>
+__device__ __forceinline__ bool prepare_capped(const CappedLogits<T>& capped,
+                                               Pack<T, kElements> (&scores)[kVectors]) {
+  const bool are_small = capped.template are_small<false>(scores);
+  if (!are_small) {
+#pragma unroll
+    for (auto& pack : scores) make_finite(pack);
+  }
+  return are_small;
 }
 
 }  // namespace megasoftmax

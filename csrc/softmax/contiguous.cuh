@@ -133,11 +133,15 @@ struct ContiguousPart {
       if (is_cut(i)) scores[i].template fill_outside<Pack<T>::kLowestWord>(-at, rows.columns - at);
     }
   }
-  // Infinite scores become finite, see capped.cuh.
-  __device__ void make_scores_finite(Pack<T> (&scores)[kVectors]) const {
+  // -inf in vectors that lie beside the row.
+  __device__ void exclude_missing(Pack<T> (&scores)[kVectors]) const {
+    bool has_all = true;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) has_all = has_all && has(i);
+    if (has_all) return;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      if (has(i) || is_cut(i)) make_finite(scores[i]);
+      if (!has(i) && !is_cut(i)) scores[i] = Pack<T>::lowest();
     }
   }
   // Zeros to the lanes of vector i that lie beside the row.
@@ -155,6 +159,18 @@ struct ContiguousPart {
   // value(i, j): of element j of vector i. single_value(): of the single one.
   template <class Value, class SingleValue>
   __device__ void store(Value&& value, SingleValue&& single_value) const {
+    store_packs(
+        [&](auto tag, int i) {
+          float values[kElements];
+#pragma unroll
+          for (int j = 0; j < kElements; ++j) values[j] = value(i, j);
+          return Pack<decltype(tag), kElements>::round(values);
+        },
+        single_value);
+  }
+  // pack_of(tag, i): vector i, of the type of the tag.
+  template <class PackOf, class SingleValue>
+  __device__ void store_packs(PackOf&& pack_of, SingleValue&& single_value) const {
     with_result_dtype<T>(rows.result_type, [&](auto tag) {
       using Out = decltype(tag);
       Out* const target = keep_in_register(static_cast<Out*>(rows.result) + first_element + column);
@@ -163,10 +179,7 @@ struct ContiguousPart {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!has(i) && !is_cut(i)) continue;
-        float values[kElements];
-#pragma unroll
-        for (int j = 0; j < kElements; ++j) values[j] = value(i, j);
-        const auto pack = Pack<Out, kElements>::round(values);
+        const Pack<Out, kElements> pack = pack_of(tag, i);
         if (has(i)) {
           store_pack<true>(target + distance(i), pack);
         } else {
@@ -266,38 +279,36 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
   using Part = ContiguousPart<T, kForwardKernel<kKernel>, kIsWhole>;
   const Part part(rows);
   Pack<T> raw[Part::kVectors];
-  part.load(rows.input, Pack<T>::lowest(), raw);
+  part.load(rows.input, Bias::kCaps ? Pack<T>{} : Pack<T>::lowest(), raw);
   float single = Part::kHasSingles ? part.load_single(rows.input, -INFINITY) : -INFINITY;
   part.begin_exchange();
   const Exponent exponent{Bias::kCaps ? 1.f : fabsf(rows.scale) * kLog2E};
-  [[maybe_unused]] const CappedLogits<T> capped(rows.softcap, true);
-  if constexpr (Bias::kCaps) {
-    if (!capped.are_small(largest_magnitude(raw))) part.make_scores_finite(raw);
-  }
-  part.prepare(raw);
-  if (rows.scale < 0 && part.single >= 0) single = -single;
-  float least = Part::kHasSingles ? fmaxf(single, kLowest) : kLowest;
-  if (Bias::kCaps && part.single < 0) least = -INFINITY;
-  MaxAndSum mine{part.max_of_segment(fmaxf(largest_lane(raw), least)), 0.f};
-  [[maybe_unused]] float z[Part::kVectors][Part::kElements];  // that a softcap caps
-  if constexpr (Bias::kCaps) {
-    mine.max = capped.of_largest(mine.max);
-    if (part.single >= 0) single = capped.of_single(single);
-#pragma unroll
-    for (int i = 0; i < Part::kVectors; ++i) capped.template of<true>(raw[i], z[i]);
-  }
-  const auto logit = [&](int i, int j) {
-    if constexpr (Bias::kCaps) return z[i][j];
-    return raw[i][j];
-  };
   float e[Part::kVectors][Part::kElements], sums[Part::kVectors];
+  float of_single = 0.f;
+  MaxAndSum mine{0.f, 0.f};
+  if constexpr (Bias::kCaps) {
+    const CappedLogits<T> capped(rows.softcap, true);
+    const bool are_small = prepare_capped(capped, raw);
+    part.exclude_missing(raw);
+    part.prepare(raw);
+    if (rows.scale < 0 && part.single >= 0) single = -single;
+    if (part.single >= 0) of_single = exp2_approximate(capped.of_single(single));
+    capped.exponentials(raw, are_small, 0.f, e);
+  } else {
+    part.prepare(raw);
+    if (rows.scale < 0 && part.single >= 0) single = -single;
+    const float least = Part::kHasSingles ? fmaxf(single, kLowest) : kLowest;
+    mine.max = part.max_of_segment(fmaxf(largest_lane(raw), least));
+  }
 #pragma unroll
   for (int i = 0; i < Part::kVectors; ++i) {
+    if constexpr (!Bias::kCaps) {
 #pragma unroll
-    for (int j = 0; j < Part::kElements; ++j) e[i][j] = exponent(logit(i, j), mine.max);
+      for (int j = 0; j < Part::kElements; ++j) e[i][j] = exponent(raw[i][j], mine.max);
+    }
     sums[i] = reduce_pairwise(e[i], [](float a, float b) { return a + b; });
   }
-  const float of_single = Part::kHasSingles ? exponent(single, mine.max) : 0.f;
+  if (!Bias::kCaps && Part::kHasSingles) of_single = exponent(single, mine.max);
   mine.sum = part.sum_of_segment(sums, of_single);
   if (Part::kHasSegments) mine = merge_segments<1>(part.exchange(mine), rows.segments, exponent);
   const Denominator denominator(mine, exponent);
@@ -306,16 +317,27 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
   const float factor = denominator.is_regular() ? denominator.factor
                        : denominator.is_empty() ? rows.of_empty
                                                 : NAN;
-  if constexpr (Part::kHasSegments) {
+  if constexpr (Part::kHasSegments && !Bias::kCaps) {
     // Rows that wait in shared memory have the same bits.
-    if constexpr (!Bias::kCaps) forget_elements(raw, rows.segments < 0);
+    forget_elements(raw, rows.segments < 0);
     const float log2_factor = log2f(factor);
     const auto probability = [&](float z) {
-      if constexpr (Bias::kCaps) return exp2_approximate(z + (log2_factor - mine.max));
       return exp2_approximate(fmaf(z - mine.max, exponent.c, log2_factor));
     };
-    part.store([&](int i, int j) { return probability(logit(i, j)); },
+    part.store([&](int i, int j) { return probability(raw[i][j]); },
                [&] { return probability(single); });
+  } else if constexpr (Part::kHasSegments) {
+    part.store_packs(
+        [&](auto tag, int i) {
+          using Result = Pack<decltype(tag), Part::kElements>;
+          if constexpr (kKeepsExponentials<T, decltype(tag)>) {
+            return probabilities_of(Result::round(e[i]), factor);
+          } else {
+            for (float& each : e[i]) each *= factor;
+            return Result::round(e[i]);
+          }
+        },
+        [&] { return of_single * factor; });
   } else {
     part.store([&](int i, int j) { return e[i][j] * factor; }, [&] { return of_single * factor; });
   }
@@ -347,7 +369,7 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
   Pack<T> raw[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    raw[i] = Pack<T>::lowest();
+    raw[i] = Bias::kCaps ? Pack<T>{} : Pack<T>::lowest();
     if (has(i)) raw[i] = load_pack<T, kElements>(source + i * stride);
   }
   if (rows.scale < 0) {
@@ -357,26 +379,32 @@ __global__ void __launch_bounds__(kForwardKernel<kKernel>.threads(),
     }
   }
   const Exponent exponent{Bias::kCaps ? 1.f : fabsf(rows.scale) * kLog2E};
-  [[maybe_unused]] const CappedLogits<T> capped(rows.softcap, true);
-  MaxAndSum totals[kRows];
+  MaxAndSum totals[kRows] = {};
   float e[kRows][kElements];
+  if constexpr (Bias::kCaps) {
+    const CappedLogits<T> capped(rows.softcap, true);
+    const bool are_small = prepare_capped(capped, raw);
+    if (!has(kRows - 1)) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (!has(i)) raw[i] = Pack<T>::lowest();
+      }
+    }
+    capped.exponentials(raw, are_small, 0.f, e);
+  }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    if constexpr (Bias::kCaps) {
-      if (has(i)) make_finite(raw[i]);
-      capped.template of<true>(raw[i], e[i]);
-      float max = reduce_pairwise(e[i], [](float a, float b) { return fmaxf(a, b); });
-      totals[i].max = warp_max<kLanes>(fmaxf(max, kLowest));
-    } else {
+    if constexpr (!Bias::kCaps) {
       const Pack<T> vector[1] = {raw[i]};
       totals[i].max = warp_max<kLanes>(fmaxf(largest_lane(vector), kLowest));
     }
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
+    if constexpr (!Bias::kCaps) {
 #pragma unroll
-    for (int j = 0; j < kElements; ++j)
-      e[i][j] = exponent(Bias::kCaps ? e[i][j] : raw[i][j], totals[i].max);
+      for (int j = 0; j < kElements; ++j) e[i][j] = exponent(raw[i][j], totals[i].max);
+    }
     totals[i].sum = reduce_pairwise(e[i], [](float a, float b) { return a + b; });
   }
 #pragma unroll
@@ -422,10 +450,11 @@ __global__ void __launch_bounds__(kBackwardKernel<kKernel>.threads(),
   if constexpr (Bias::kCaps) {
     const int64_t row = min(part.row, int64_t{rows.rows} - 1);
     const CappedProbabilities<T> capped(rows.softcap, rows.read_log_sum_exp[row]);
+    const bool are_small = capped.are_small(p);
 #pragma unroll
     for (int i = 0; i < Part::kVectors; ++i) {
       Pack<T> sloped;
-      p[i] = capped.of(p[i], sloped);
+      p[i] = capped.of(p[i], are_small, sloped);
       part.clear_outside(i, p[i]);
       sums[i] = dot(g[i], p[i]);
       p[i] = sloped;

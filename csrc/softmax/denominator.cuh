@@ -35,6 +35,14 @@ struct Denominator {
   __device__ float log_sum_exp() const { return is_empty() ? -INFINITY : max + logf(sum); }
 };
 
+// What bounded logits are relative to in place of their maximum, in units of exp2: 0, or a sink
+// above it. Exponentials are finite, and one that is too small for float32 has a probability that
+// is.
+__device__ inline float reference_of_bounded(const LogitOptions& options, int64_t head) {
+  const SinkLogit& sink = options.sink;
+  return sink.is_present() ? fmaxf(sink.of_head(head), 0.f) * kLog2E : 0.f;
+}
+
 // d sink = -p_sink * D of a row. `logit`: its sink.
 __device__ inline void write_sink_gradient(const BackwardParams& params, int64_t row, float d,
                                            float logit) {

@@ -63,6 +63,10 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
   float z[kVectors][kElements];
   int column = first_column + owner.thread() * kElements;
   Pack<T> raw[kVectors];
+  if constexpr (Bias::kCaps) {  // what is not loaded is small
+#pragma unroll
+    for (auto& pack : raw) pack = {};
+  }
   scores.template load<kStride>(column, raw);
   // Rows of ragged lengths would store zeros piece by piece in the loop below.
   const bool is_whole_row = columns % kElements == 0;
@@ -86,13 +90,15 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     accumulate<kStride>(mine, true, largest<kStride>(z, first, end), z, z, first, end, exponent);
   } else if constexpr (Bias::kCaps) {
     const CappedLogits<T> capped(params);
+    const bool are_small = prepare_capped(capped, raw);
     logits.template exclude<kStride, false>(params, first, extent, column, raw);
-    const float max = capped.of_largest(fmaxf(largest_lane(raw), -INFINITY));
+    mine.max = reference_of_bounded(params, index.head);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      if (first + i * kStride < end) capped.template of<true>(raw[i], z[i]);
+      if (first + i * kStride >= end) continue;
+      capped.exponentials(raw[i], are_small, mine.max, z[i]);
+      mine.sum += reduce_pairwise(z[i], [](float a, float b) { return a + b; });
     }
-    accumulate<kStride>(mine, true, max, z, z, first, end, exponent);
   } else {
     logits.template exclude<kStride, false>(params, first, extent, column, raw);
     accumulate<kStride>(mine, true, largest_lane(raw), raw, z, first, end, exponent);
@@ -228,23 +234,39 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
       }
     }
   };
-  const auto capped_logits = [&] { return CappedLogits<T>(params); };
-  // Whether a polynomial caps these scores, if they are capped.
-  const auto are_small = [&](const Pack<T>(&raw)[kVectors]) {
-    if constexpr (Bias::kCaps) return capped_logits().are_small(largest_magnitude(raw));
-    return true;
-  };
-  // Logits of scores as they were copied, also to where they are kept.
+  [[maybe_unused]] const auto capped_logits = [&] { return CappedLogits<T>(params); };
+  // Logits of scores as they were copied, also to where they are kept. Returns whether a polynomial
+  // caps them all, if they are capped.
   const auto prepare = [&](const Taken& of, int first, const MaskVectors& excluded,
                            Pack<T>(&raw)[kVectors], Pack<T>* packs) {
     if (of.scores.inside.contains(first, kTileColumns)) {
-      if (!Mask::kPresent && params.scale >= 0 && are_small(raw)) return;
+      bool are_plain = !Mask::kPresent && params.scale >= 0;
+      if constexpr (Bias::kCaps)
+        are_plain = are_plain && capped_logits().template are_small<false>(raw);
+      if (are_plain) return true;
       of.logits.template prepare<kStride, true>(params, column_of(first), excluded, raw);
     } else {
       of.logits.template prepare<kStride, false>(params, column_of(first), excluded, raw);
     }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) packs[i * 32] = raw[i];
+    if constexpr (Bias::kCaps) return capped_logits().template are_small<true>(raw);
+    return true;
+  };
+  // Of rows that are capped: sums the exponentials, which take the place of scores if results allow
+  // it.
+  [[maybe_unused]] const auto sum_capped = [&](const Taken& of, Pack<T>(&raw)[kVectors],
+                                               bool are_small, Pack<T>* packs, float& before) {
+    const float reference = reference_of_bounded(params, of.row.index.head);
+    if constexpr (kKeepsExponentials<T>) {
+      const auto sum = sum_of_capped<true>(raw, are_small, capped_logits(), reference, before);
+      if (params.probabilities_type == DType::kFloat32) return sum;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) packs[i * 32] = raw[i];
+      return sum;
+    } else {
+      return sum_of_capped<false>(raw, are_small, capped_logits(), reference, before);
+    }
   };
   // The mask of a warp's next segment, loaded while the scores are on their way and while the
   // segment before is summed.
@@ -288,9 +310,9 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
         [[maybe_unused]] MaskVectors excluded;
         load_mask(of, first, excluded);
         load_kept(kept(place), raw);
-        prepare(of, first, excluded, raw, kept(place));
+        const bool are_small = prepare(of, first, excluded, raw, kept(place));
+        if constexpr (Bias::kCaps) return sum_capped(of, raw, are_small, kept(place), before);
       }
-      if constexpr (Bias::kCaps) return sum_of_capped(raw, capped_logits(), before);
       return sum_of(raw, exponent, before);
     }
   };
@@ -307,8 +329,16 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
       const RowWriter<decltype(tag), kElements> writer(params.probabilities, of.row.first_element,
                                                        columns);
       const auto probability = [&](float z) {
-        if constexpr (Bias::kCaps) return exp2_approximate(z + (log2_factor - total.max));
         return exp2_approximate(fmaf(z - total.max, exponent.c, log2_factor));
+      };
+      constexpr bool kIsKept = Bias::kCaps && kKeepsExponentials<T, decltype(tag)>;
+      // Of a vector without a bias, as it waits. is_small: as of CappedLogits::of.
+      [[maybe_unused]] const auto make_probabilities = [&](const Pack<T>& pack, bool is_small,
+                                                           float (&p)[kElements]) {
+        if constexpr (Bias::kCaps) capped_logits().exponentials(pack, is_small, total.max, p);
+#pragma unroll
+        for (int j = 0; j < kElements; ++j)
+          p[j] = Bias::kCaps ? p[j] * denominator.factor : probability(pack[j]);
       };
       const auto store = [&](int at, const Kept& kept, int i, float (&p)[kElements]) {
         replace_special(params, denominator, of.part.bounds, of.logits.mask, at, p);
@@ -346,19 +376,24 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
           if (is_new) {
             [[maybe_unused]] MaskVectors excluded;
             load_mask(of, first, excluded);
-            prepare(of, first, excluded, raw, packs);
+            [[maybe_unused]] const bool are_small = prepare(of, first, excluded, raw, packs);
+            [[maybe_unused]] float none = 0.f;
+            if constexpr (kIsKept) sum_capped(of, raw, are_small, packs, none);
           }
           bool is_plain = is_regular;
-          if constexpr (Bias::kCaps) is_plain = is_regular && are_small(raw);
+          if constexpr (Bias::kCaps && !kIsKept)
+            is_plain = is_regular && capped_logits().template are_small<true>(raw);
           if (is_plain && first >= 0 && first + kTileColumns <= columns) {
             auto* const target = keep_in_register(writer.row + column);
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) {
-              if constexpr (Bias::kCaps) capped_logits().of_small(raw[i], p);
-#pragma unroll
-              for (int j = 0; j < kElements; ++j)
-                p[j] = probability(Bias::kCaps ? p[j] : raw[i][j]);
-              auto pack = writer.round(p);
+              Pack<decltype(tag), kElements> pack;
+              if constexpr (kIsKept) {
+                pack = probabilities_of(raw[i], denominator.factor);
+              } else {
+                make_probabilities(raw[i], true, p);
+                pack = writer.round(p);
+              }
               kept_entries.drop(i, pack);
               if (has_hint) {
                 writer.store_whole(target + i * kStride, pack);
@@ -372,9 +407,13 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
               const int at = column + i * kStride;
               if (at >= columns) break;
               const Pack<T> pack = packs[i * 32];
-              if constexpr (Bias::kCaps) capped_logits().template of<true>(pack, p);
+              if constexpr (kIsKept) {
+                const Pack<T> result = probabilities_of(pack, denominator.factor);
 #pragma unroll
-              for (int j = 0; j < kElements; ++j) p[j] = probability(Bias::kCaps ? p[j] : pack[j]);
+                for (int j = 0; j < kElements; ++j) p[j] = result[j];
+              } else {
+                make_probabilities(pack, false, p);
+              }
               store(at, kept_entries, i, p);
             }
           }

@@ -139,12 +139,17 @@ class CappedProbabilities {
         to_tanh_(logits_.to_tanh()),
         rest_(log_sum_exp == -INFINITY ? 0.f : log_sum_exp * -kLog2E) {}
 
+  template <int kElements, int kPacks>
+  __device__ __forceinline__ bool are_small(const Pack<T, kElements> (&scores)[kPacks]) const {
+    return logits_.template are_small<false>(scores);
+  }
   // Rounded to T, as probabilities that are read. What lies outside the bounds is unspecified.
+  // is_small: as of CappedLogits::of.
   template <int kElements>
-  __device__ __forceinline__ Pack<T, kElements> of(const Pack<T, kElements>& scores,
+  __device__ __forceinline__ Pack<T, kElements> of(const Pack<T, kElements>& scores, bool is_small,
                                                    Pack<T, kElements>& sloped) const {
     float z[kElements], p[kElements];
-    logits_.template of<false>(scores, z);
+    logits_.template of<false>(scores, z, 0.f, is_small);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
       p[j] = exp2_approximate(z[j] + rest_);
@@ -198,6 +203,7 @@ struct CappedScoresRead {
                         Pack<T> (&scores)[kVectors]) const {
     static_assert(!kIsPair && kOfScores);
     const CappedProbabilities<T> capped(softcap, log_sum_exp);
+    const bool are_small = capped.are_small(scores);
     constexpr int kStride = kLanes * kElements;
     const int column = extent.first_column + static_cast<int>(threadIdx.x % kLanes) * kElements;
     float sum = 0.f;
@@ -209,7 +215,7 @@ struct CappedScoresRead {
         // Scores beside the row would decide how tanh of the others is made.
         const bool is_cut = !bounds.contains(at, kElements);
         if (is_cut) scores[i].template fill_outside<0>(bounds.begin - at, bounds.end - at);
-        Pack<T> p = capped.of(scores[i], sloped);
+        Pack<T> p = capped.of(scores[i], are_small, sloped);
         if (is_cut) {
           p.template fill_outside<0>(bounds.begin - at, bounds.end - at);
           sloped.template fill_outside<0>(bounds.begin - at, bounds.end - at);

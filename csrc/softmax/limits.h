@@ -142,10 +142,12 @@ inline constexpr int64_t kTinyColumns = 128, kTinyRaggedColumns = 512;
 inline constexpr int64_t kTinyVectors = 4, kSectorVectors = 2;
 // Owners of bias rows that keep a large GPU busy. If there are fewer, several share a bias row.
 inline constexpr int64_t kEnoughOwners = 2048;
-// Rows that a cap alone changes have logits in units of exp2, and -inf means excluded there. So
-// twice the cap times log2(e) is finite, and scale / cap lets the largest float16 reach the cap,
-// and 2^63 be multiplied by it. Other rows take the instances of a bias.
-inline constexpr float kLargestCapAlone = 1e38f, kLeastInner = 2e-4f, kLargestInner = 1e18f;
+// Rows that a cap alone changes have logits in units of exp2, and -inf means excluded there. Their
+// exponentials need no maximum: a sum of 2^31 of those of the largest cap is finite. And scale /
+// cap lets the largest float16 reach the cap, 2^63 be multiplied by it, and its 9th power be a
+// normal number with the cap and coefficients. Other rows take the instances of a bias.
+inline constexpr float kLeastCapAlone = 0.01f, kLargestCapAlone = 64.f;
+inline constexpr float kLeastInner = 2e-4f, kLargestInner = 1000.f;
 // Kernels count batches * heads, queries, columns and the bounds of a window in 32 bits. Loops run
 // past the end by a segment.
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;

@@ -94,7 +94,7 @@ struct Logits {
   }
 
   // Logits without a bias, in the type of the scores. Groups that are skipped are -inf. Those that
-  // a softcap caps remain scores, which are finite where they are not excluded.
+  // a softcap caps remain scores, which prepare_capped has made finite.
   template <int kStride, bool kInside, class Params, int kVectors>
   __device__ void exclude(const Params& params, int first, const Extent& extent, int column,
                           Pack<T> (&raw)[kVectors]) const {
@@ -102,10 +102,6 @@ struct Logits {
     [[maybe_unused]] MaskBytes<kElements> excluded[kVectors];
     if constexpr (Mask::kPresent)
       mask.template load<kElements, kStride, kInside>(column, bounds, excluded);
-    if constexpr (Bias::kCaps) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) make_finite(raw[i]);
-    }
     if (params.scale < 0) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) raw[i].flip_signs();
@@ -203,19 +199,20 @@ __device__ inline MaxAndSum sum_of(const Pack<T, kElements> (&raw)[kVectors], Ex
   return result;
 }
 
-// The same of scores that a softcap caps, in units of exp2.
-template <class T, int kElements, int kVectors>
-__device__ inline MaxAndSum sum_of_capped(const Pack<T, kElements> (&raw)[kVectors],
-                                          const CappedLogits<T>& capped, float& other) {
-  MaxAndSum result{capped.of_largest(warp_max<32>(fmaxf(largest_lane(raw), -INFINITY))), 0.f};
+// The same of scores that a softcap caps, relative to `reference`. With kKeeps the
+// exponentials replace the scores.
+template <bool kKeeps, class T, int kElements, int kVectors>
+__device__ inline MaxAndSum sum_of_capped(Pack<T, kElements> (&raw)[kVectors], bool are_small,
+                                          const CappedLogits<T>& capped, float reference,
+                                          float& other) {
+  MaxAndSum result{reference, 0.f};
   other = warp_sum<32>(other);
+  float e[kVectors][kElements];
+  capped.exponentials(raw, are_small, reference, e);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    float e[kElements];
-    capped.template of<true>(raw[i], e);
-#pragma unroll
-    for (float& z : e) z = exp2_approximate(z - result.max);
-    result.sum += reduce_pairwise(e, [](float a, float b) { return a + b; });
+    result.sum += reduce_pairwise(e[i], [](float a, float b) { return a + b; });
+    if (kKeeps) raw[i] = Pack<T, kElements>::round(e[i]);
   }
   return result;
 }

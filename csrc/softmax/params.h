@@ -54,8 +54,9 @@ struct Schedule {
 };
 
 inline bool has_moderate_cap(const LogitOptions& options) {
-  return !options.are_linear() && options.factor() <= kLargestCapAlone &&
-         options.inner() >= kLeastInner && options.inner() <= kLargestInner;
+  return !options.are_linear() && options.factor() >= kLeastCapAlone &&
+         options.factor() <= kLargestCapAlone && options.inner() >= kLeastInner &&
+         options.inner() <= kLargestInner;
 }
 
 struct ForwardParams : LogitOptions {
