@@ -18,14 +18,15 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 # Their C++ differs, so that each has a C++ host part of its own.
 TORCHES = ["2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0"]
 # A wheel -> its architectures. A package index takes no version with a label, so that it gets the
-# wheel of all. Others are for indexes of one's own and for releases.
+# wheel of all. Others are for indexes of one's own and for releases. None has PTX for GPUs to come,
+# which is larger than the code, and would take the wheel of all beyond its limit.
 WHEELS = {
-    "all": "7.5 8.0 9.0a 10.0 12.0+PTX",
+    "all": "7.5 8.0 9.0a 10.0 12.0",
     "sm75": "7.5",
     "sm80": "8.0",
     "sm90": "9.0a",
     "sm100": "10.0",
-    "sm120": "12.0+PTX",
+    "sm120": "12.0",
 }
 MOST_MEGABYTES, MOST_MEGABYTES_OF_ONE = 100, 25
 BUILD_HOST = """
