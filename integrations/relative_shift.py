@@ -30,7 +30,7 @@ def position_scores(query: Tensor, positions: Tensor, keys: int) -> Tensor:
     if positions.shape[0] == batch:
         return relative_shift(torch.matmul(query, positions.transpose(2, 3)), keys)
     rows = query.transpose(0, 1).flatten(1, 2)
-    scores = torch.bmm(rows, positions[0].transpose(1, 2)).unflatten(1, (batch, queries))
+    scores = torch.bmm(rows, positions.squeeze(0).transpose(1, 2)).unflatten(1, (batch, queries))
     return relative_shift(scores, keys).transpose(0, 1)
 
 
@@ -82,8 +82,8 @@ def recomputed(tensor: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
     of_block = weakref.ref(tensor)
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        tensor = of_block()
-        return compute if tensor is not None and saved.is_set_to(tensor) else saved
+        kept = of_block()
+        return compute if kept is not None and saved.is_set_to(kept) else saved
 
     def unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
         if isinstance(saved, Tensor):

@@ -23,6 +23,7 @@ from megasoftmax.autocast import as_autocast
 from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.products import attend
 from megasoftmax.options import AttentionOptions
+from megasoftmax.reference.softmax import accumulation_dtype
 
 _LARGEST_LOGIT_SCALE = math.log(100)
 _LARGEST_EMBEDDED = 55  # tokens: the gradient of more than 3072 embeddings sorts them
@@ -72,14 +73,15 @@ def attend_in_windows(
 def bias_of_table(table: Tensor, index: Tensor) -> Tensor:
     """A bias [heads, tokens, tokens] from a table [distances, heads] and integers [tokens, tokens].
 
-    The index may be flat. The gradient of an embedding is one kernel for small windows, of the same
-    speed as the dozen kernels of indexing, and takes the host a third less.
+    The index may be flat. The gradient of an embedding is one kernel for small windows, where that
+    of indexing is a dozen. It is summed in the type of its table, so that this is float32.
     """
     tokens = math.isqrt(index.numel())
     index = index.view(tokens, tokens)
-    is_small = tokens <= _LARGEST_EMBEDDED
-    entries = torch.nn.functional.embedding(index, table) if is_small else table[index]
-    return entries.permute(2, 0, 1).contiguous()
+    if tokens > _LARGEST_EMBEDDED:
+        return table[index].permute(2, 0, 1).contiguous()
+    entries = torch.nn.functional.embedding(index, table.to(accumulation_dtype(table.dtype)))
+    return entries.permute(2, 0, 1).to(table.dtype, memory_format=torch.contiguous_format)
 
 
 def continuous_bias(table: Tensor, index: Tensor) -> Tensor:

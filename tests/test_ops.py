@@ -646,6 +646,29 @@ def test_vmap_of_the_plain_ops(name, case, device):
     op_checks.check_vmap(lambda x: family.forward(x.contiguous(), *rest), [examples], [2], close)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_vmap_of_a_mask_that_repeats(batched, device):
+    """Its batches divide those of the query."""
+    family = FAMILIES["attention"]
+    query, key, value, bias, mask, *rest = (
+        each.detach() if isinstance(each, Tensor) else each
+        for each in family.arguments(draw_on(device, "attention"), **family.cases["mask"])
+    )
+    query, key, value = (torch.cat([each, each.flip(0)]) for each in (query, key, value))
+
+    def forward(query, mask):
+        return family.forward(query, key, value, bias, mask, *rest)
+
+    close = assert_close_on(device, "attention")
+    for found, wanted in zip(
+        forward(query, mask), forward(query, mask.repeat(2, 1, 1, 1)), strict=True
+    ):
+        close(found, wanted)
+    examples, masks = torch.stack([query, -query, 2 * query]), [mask, mask.flip(0), mask.flip(2)]
+    given = [examples, torch.stack(masks) if batched else mask]
+    op_checks.check_vmap(forward, given, [0, 0 if batched else None], close)
+
+
 def test_vmap_of_the_backward_op_of_columns(device):
     _, *rest = FAMILIES["columns"].backward_arguments(Draw(device))
     gradient, op = torch.randn(2, 5, 3, 4, device=device), FAMILIES["columns"].backward

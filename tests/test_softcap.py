@@ -72,6 +72,9 @@ ROWS: dict[str, Callable[[tuple[int, ...], str, torch.dtype], dict[str, Any]]] =
         "sink": torch.tensor([120.0, 60.0, -120.0], device=device).requires_grad_(),
         "causal": True,
     },
+    "sinks beyond any logit": lambda shape, device, dtype: {
+        "sink": torch.tensor([2059233792.0, 3e38, -3e38], device=device).requires_grad_(),
+    },
 }
 
 

@@ -20,6 +20,9 @@ struct LinearExponents {
   __device__ __forceinline__ static bool are_wrong() { return false; }
 };
 
+// The largest offset of a row whose exponents keep their digits: rounded to 2^-12.
+inline constexpr float kLargestOffset = 4096.f;
+
 // The softmax of a warp's kM * 16 rows. This lane holds two of every 16 rows, with three others.
 template <int kM>
 struct OnlineSoftmax {
@@ -146,7 +149,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  static constexpr float kLargestOffset = 4096.f;  // rounded to 2^-12
   // Most of a lane's weights in a tile, summed, relative to earlier maxima: float16 has room for
   // them. Logits that rise by at most kMostRise do not reach it.
   static constexpr float kMostOfTile = 16384.f, kMostRise = 5.f;

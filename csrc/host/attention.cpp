@@ -131,9 +131,10 @@ bool fit(const Tensor& query, const Tensor& key, const Tensor& value) {
          query.size(0) * query.size(1) <= INT32_MAX && query.size(2) + key.size(2) <= kMaxPositions;
 }
 
-// How entries of a merged tensor may be fewer than the examples: consecutive examples share one, so
-// that the last leading dimensions may be missing, or entries repeat, so that the first may.
-enum class Sharing { kNone, kByNeighbours, kRepeated };
+// How entries of a merged tensor may be fewer than the examples: examples that follow each other
+// share one, so that the last leading dimensions may be missing, or entries repeat, so that the
+// first may.
+enum class Sharing { kNone, kShared, kRepeated };
 
 // A tensor that broadcasts to [..., heads, ...], with one dimension in place of the leading ones,
 // as megasoftmax/functions/leading.py merges them; none where that is no view. `trailing`:
@@ -148,7 +149,7 @@ std::optional<Tensor> merged(const Tensor& tensor, at::IntArrayRef leading, int6
   const auto may_lack = [&](int64_t dim, Sharing kind) {
     return size(dim) == 1 && (sharing == kind || leading[dim] == 1);
   };
-  while (end > begin && may_lack(end - 1, Sharing::kByNeighbours)) --end;
+  while (end > begin && may_lack(end - 1, Sharing::kShared)) --end;
   while (begin < end && may_lack(begin, Sharing::kRepeated)) ++begin;
   int64_t entries = 1, stride = 0, varying = 0;
   for (int64_t dim = 0; dim < own; ++dim) varying += tensor.size(dim) != 1;
@@ -252,7 +253,7 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
       tensor = merged(*tensor, leading, trailing, sharing);
       reader.decline_unless(tensor.has_value());
     };
-    merge(bias, options.is_relative ? 2 : 3, Sharing::kByNeighbours);
+    merge(bias, options.is_relative ? 2 : 3, Sharing::kShared);
     merge(options.mask, 3, Sharing::kRepeated);
     merge(options.visible.first, 2, Sharing::kNone), merge(options.visible.end, 2, Sharing::kNone);
     if (reader.has_declined()) return {};

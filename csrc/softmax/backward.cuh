@@ -85,6 +85,10 @@ __device__ __forceinline__ void backward_in_registers(const BackwardParams& para
     const int first = begin + owner.first_thread() * kElements;
     const int column = begin + owner.thread() * kElements;
     Pack<T> g[kVectors], p[kVectors];
+    if constexpr (Inputs::kMakes) {  // what is not loaded is small
+#pragma unroll
+      for (auto& pack : p) pack = {};
+    }
     gradients.template load<kStride>(column, g);
     probabilities.template load<kStride>(column, p);
     const auto fill_rest = [&](auto&& fill) {

@@ -36,11 +36,11 @@ struct Denominator {
 };
 
 // What bounded logits are relative to in place of their maximum, in units of exp2: 0, or a sink
-// above it. Exponentials are finite, and one that is too small for float32 has a probability that
-// is.
+// above it, up to 128. Exponentials are finite. Where one underflows, its probability does too:
+// logits are at most 64, and `Denominator` is relative to the sink itself.
 __device__ inline float reference_of_bounded(const LogitOptions& options, int64_t head) {
   const SinkLogit& sink = options.sink;
-  return sink.is_present() ? fmaxf(sink.of_head(head), 0.f) * kLog2E : 0.f;
+  return sink.is_present() ? fminf(fmaxf(sink.of_head(head), 0.f), 128.f) * kLog2E : 0.f;
 }
 
 // d sink = -p_sink * D of a row. `logit`: its sink.

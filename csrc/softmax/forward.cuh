@@ -270,6 +270,7 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
   };
   // The mask of a warp's next segment, loaded while the scores are on their way and while the
   // segment before is summed.
+  static_assert(!Bias::kCaps || !Mask::kPresent);  // what follows makes exponentials at once
   constexpr bool kLoadsAhead = Mask::kPresent && !Bias::kPresent && !kShape.is_persistent;
   [[maybe_unused]] MaskVectors excluded_next;
   // Logits of part of a tile, with a bias.

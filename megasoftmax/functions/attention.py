@@ -115,9 +115,9 @@ def attention(
 
     Query, key and value have the same leading dimensions, one or more or none. mask, bias and
     visible broadcast to the scores [..., heads, queries, keys] as torch broadcasts. What they share
-    is not copied, but for biases and ranges that are constant along one leading dimension and vary
-    along a later one, and for masks and ranges that vary along an earlier one: see `why_not_fused`
-    and its `copies`.
+    is not copied, but for biases that are constant along one leading dimension and vary along a
+    later one, masks that vary along one and are constant along a later one, and ranges in both
+    cases: see `why_not_fused` and its `copies`.
 
     DTensors stay split along batches and heads, see `megasoftmax.distributed.sharding`;
     differentiable once. Under torch.vmap each example drops what it would drop alone.

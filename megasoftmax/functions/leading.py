@@ -22,12 +22,12 @@ from megasoftmax.options import AttentionOptions, Ranges
 
 class _Kind(NamedTuple):
     trailing: int  # dimensions from the heads on
-    lacks_last: bool = False  # it may keep an entry for several examples that follow each other
-    lacks_first: bool = False  # it may keep entries that repeat
+    shares: bool = False  # an entry may be that of several examples that follow each other
+    repeats: bool = False  # entries may begin again after the last
 
 
-_QUERY, _BIAS, _MASK = _Kind(3), _Kind(3, lacks_last=True), _Kind(3, lacks_first=True)
-_TABLE, _BOUNDS = _Kind(2, lacks_last=True), _Kind(2)
+_QUERY, _BIAS, _MASK = _Kind(3), _Kind(3, shares=True), _Kind(3, repeats=True)
+_TABLE, _BOUNDS = _Kind(2, shares=True), _Kind(2)
 
 
 def merged(
@@ -66,7 +66,7 @@ def entries(options: AttentionOptions, leading: Sequence[int]) -> list[tuple[int
     for _, tensor, kind in _operands(options):
         heads = tensor.shape[-kind.trailing] if tensor.dim() >= kind.trailing else 1
         batch = math.prod(_sizes(tensor, kind, leading))
-        if kind.lacks_first and batch != 1:
+        if kind.repeats and batch != 1:
             batch = math.prod(leading)
         found.append((batch, heads))
     return found
@@ -147,8 +147,8 @@ def _sizes(tensor: Tensor, kind: _Kind, leading: Sequence[int]) -> tuple[int, ..
     varying = [missing + dim for dim, size in enumerate(own) if size != 1]
     if len(varying) == 0:
         return (1,) * len(leading)
-    begin = varying[0] if kind.lacks_first else 0
-    end = varying[-1] + 1 if kind.lacks_last else len(leading)
+    begin = varying[0] if kind.repeats else 0
+    end = varying[-1] + 1 if kind.shares else len(leading)
     return (*(1,) * begin, *leading[begin:end], *(1,) * (len(leading) - end))
 
 

@@ -163,7 +163,6 @@ __device__ __forceinline__ void copy_members(
 // References of two rows, see above. Infinite, where weights relative to it would lose digits: all
 // are 0 then, and the rows are computed step by step.
 struct References {
-  static constexpr float kLargestOffset = 4096.f;  // as in OnlineSoftmax
   float rows[2];
 
   __device__ float offset(int half) const { return rows[half] * kLog2E; }
@@ -358,7 +357,7 @@ __device__ __forceinline__ void attend_members(
   const float scale = params.logit_scale * kLog2E;
   float scores[2][kN][4], output[kDim / 8][4] = {}, sums[2] = {}, factors[2] = {};
   uint32_t weights[2][kN / 2][4] = {};
-  bool is_written = true;  // the member before, or there is none
+  bool is_done_step_by_step = true;  // the member before, or there is none
 
   const auto start_scores = [&]<int kStep>(int stage) {
     constexpr int kKey = kStep * kStepKeys;
@@ -410,8 +409,8 @@ __device__ __forceinline__ void attend_members(
       sums[half] = sum_of_row(sums[half]);
       are_fine &= References::are_fine<T>(sums[half]) || (sees_nothing && sums[half] == 0.f);
     }
-    is_written = !__all_sync(~0u, are_fine);
-    if (is_written) {
+    is_done_step_by_step = !__all_sync(~0u, are_fine);
+    if (is_done_step_by_step) {
       attend_step_by_step(params, memory, stage, bias_rows(), batch, head, work.first_query,
                           16 * warp(), references);
       bias.update(params, bias_rows(), work.first_query + 16 * warp(), references);
@@ -434,7 +433,7 @@ __device__ __forceinline__ void attend_members(
   const auto end_output = [&](int number) {
     __syncwarp();
     if (lane() == 0) memory.stage_is_used(number % kStages).arrive();
-    if (is_written) return;
+    if (is_done_step_by_step) return;
     const int own = warp();
     if (lane() == 0) wait_for_reads_of_stores();
     __syncwarp();
@@ -487,8 +486,8 @@ __device__ __forceinline__ void attend_members(
       touch(scores[kStep % 2]);
     }
     make_weights.template operator()<kStep>();
-    // What it waits for is there. The loop ends a basic block: in a longer one the compiler adds
-    // weights to their sums so late that registers spill.
+    // This never waits, and only ends a basic block: in a longer one the compiler adds weights to
+    // their sums so late that registers spill.
     if (Memory::kTile.keeps_exponents && kStep > 0 && kStep % 2 == 0)
       memory.stage_is_there(number % kStages).wait(number / kStages & 1);
     if (kIsLast) end_sums(number);
