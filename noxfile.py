@@ -108,6 +108,10 @@ def kernels(session: nox.Session) -> None:
 def asked(session: nox.Session) -> tuple[list[str], list[str]]:
     """The Pythons and the torches that are named after `--`. All of them if none is."""
     names = session.posargs
+    unknown = sorted(set(names) - {*PYTHONS, *TORCHES})
+    if unknown:
+        expected = ", ".join([*PYTHONS, *TORCHES])
+        session.error(f"expected versions of Python and torch among {expected}, got {unknown}")
     pythons, torches = ([name for name in names if name in known] for known in (PYTHONS, TORCHES))
     return pythons or PYTHONS, torches or TORCHES
 

@@ -51,6 +51,14 @@ def _compiled_part() -> dict[str, Any]:
     return arguments
 
 
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without the user and the time of the build, so that the same files give the same archive."""
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    member.mode = 0o644
+    return member
+
+
 def _packages(is_compiled: bool) -> list[str]:
     """All packages. A wheel with kernels also has what `nox -s hosts` compiled of csrc/host."""
     integrations = setuptools.find_packages(include=["integrations*"])
@@ -60,7 +68,7 @@ def _packages(is_compiled: bool) -> list[str]:
     if hosts and is_compiled and "bdist_wheel" in sys.argv:
         with tarfile.open(hosts[0].with_name("hosts.tar.xz"), "w:xz") as archive:
             for host in hosts:
-                archive.add(host, host.name)
+                archive.add(host, host.name, filter=_anonymous)
         names.append("megasoftmax.hosts")
     return names
 
@@ -74,10 +82,13 @@ def _label() -> str:
 
 
 def _readme() -> str:
-    """README.md for a package index, which has no file beside it: no pictures, names for links."""
+    """README.md for a package index, which has no file beside it: no pictures, names for links.
+
+    A line that ends in a colon introduces the picture below it, and goes with it.
+    """
     text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"^\[?!\[[^]]*\]\((?!https?:).*\)\n\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\[([^]]*)\]\((?!https?:)([^)]*)\)", r"\1 (\2)", text)
+    text = re.sub(r"^(?:.*:\n\n)?\[?!\[[^]]*\]\((?!https?:).*\)\n\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\[([^]]*)\]\((?!https?:|#)([^)]*)\)", r"\1 (\2)", text)
     return f"{text}\nThe source distribution has the files that this page names.\n"
 
 

@@ -158,6 +158,8 @@ def test_metadata_and_readme_of_the_package(contents):
     assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", text))
     assert "<img" not in text
     assert "badge" not in text
+    assert "all figures" not in text  # the line that introduces the picture
+    assert "(#" not in text
     assert fields["Project-URL"] is None  # nobody said where the repository is
 
 
@@ -208,6 +210,8 @@ def test_wheel_with_kernels(tmp_path, tmp_path_factory):
     with tarfile.open(packed) as hosts:
         assert hosts.getnames() == ["one.so", "two.so"]
         assert hosts.extractfile("two.so").read() == b"two.so"
+        found = {(each.uid, each.gid, each.uname, each.gname, each.mtime) for each in hosts}
+        assert found == {(0, 0, "", "", 0)}  # nothing of the user who builds, and no time
 
     pure = build("wheel", source, tmp_path_factory.mktemp("pure"))
     run_build("sdist", source, tmp_path / "sdist", **environment)

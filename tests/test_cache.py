@@ -201,19 +201,32 @@ def test_host_is_compiled_beside_the_kernels(builds, monkeypatch, is_built, valu
     assert started == [call, "waited"] * starts
 
 
-def test_host_of_a_wheel_is_unpacked_into_the_cache(builds, monkeypatch, tmp_path):
-    """By builds of the same release of torch, with CUDA or without, and by no other."""
-    monkeypatch.setattr(library, "_HOSTS", tmp_path / "hosts.tar.xz")
+@pytest.fixture
+def packed(builds, monkeypatch, tmp_path):
+    """A wheel's archive with a host part for the CPU build of torch 2.13.0; nothing is built."""
+    archive = tmp_path / "hosts.tar.xz"
+    monkeypatch.setattr(library, "_HOSTS", archive)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     built = library.build_host_into(tmp_path / "hosts")
     assert built.name.startswith(f"torch-2.13.0-{sysconfig.get_config_var('SOABI')}-")
     assert [*built.parent.iterdir()] == [built]
-    with tarfile.open(tmp_path / "hosts.tar.xz", "w:xz") as archive:
-        archive.add(built, built.name)
+    with tarfile.open(archive, "w:xz") as file:
+        file.add(built, built.name)
     monkeypatch.setenv("MEGASOFTMAX_JIT", "0")
+    monkeypatch.delenv("MEGASOFTMAX_HOST")
+    monkeypatch.setattr(megasoftmax.host, "calls", None)
+    monkeypatch.setattr(megasoftmax.host, "_why_not", None)
+    return archive
+
+
+def test_host_of_a_wheel_is_unpacked_into_the_cache(packed, builds, monkeypatch):
+    """By builds of the same release of torch, with CUDA or without, and by no other."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    assert library.host_is_built()
+    assert (library.host_is_built(), library.host_is_packed()) == (False, True)
+    assert "unpacked from the wheel" in megasoftmax.host.status()
     unpacked = library.host()
+    assert unpacked.is_relative_to(cache.folder())
+    assert megasoftmax.host.status() == "built"
     assert unpacked.read_bytes() == CONTENT
     assert library.host() == unpacked
     unpacked.write_bytes(CONTENT[:50])  # which is unpacked again
@@ -222,8 +235,62 @@ def test_host_of_a_wheel_is_unpacked_into_the_cache(builds, monkeypatch, tmp_pat
     for version in ("2.13.1", "2.13.0a0+git1"):
         monkeypatch.setattr(torch, "__version__", version)
         assert not library.host_is_built()
+        assert not library.host_is_packed()
         with pytest.raises(BuildError, match="MEGASOFTMAX_JIT=0 forbids building"):
             library.host()
+
+
+def flip(path, where):
+    """Flips a bit at this fraction of a file."""
+    content = bytearray(path.read_bytes())
+    content[int(where * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-40]),
+        *(lambda path, where=where: flip(path, where) for where in (0, 0.4, 0.6, 1)),
+        lambda path: (path.unlink(), path.mkdir()),
+        lambda path: path.unlink(),
+    ],
+    ids=["empty", "cut off", "start", "middle", "later", "end", "unreadable", "none"],
+)
+def test_damaged_archive_of_host_parts_counts_as_none(packed, fault):
+    """A folder in its place cannot be read even by root, who ignores modes of files."""
+    fault(packed)
+    assert not library.host_is_packed()
+    assert megasoftmax.host.status() == "none: it is built when the first call runs fused"
+    megasoftmax.host._load()
+    assert "MEGASOFTMAX_JIT=0 forbids building" in megasoftmax.host.status()
+
+
+USE_PACKED = """
+import sys
+from pathlib import Path
+import torch
+from megasoftmax.build import library
+torch.__version__ = "2.13.0+cpu"
+library._HOSTS = Path(sys.argv[1])
+found = library.host()
+print(found, found.stat().st_size, oct(found.parent.stat().st_mode & 0o777))
+"""
+
+
+def test_host_of_a_wheel_needs_no_cache(packed, tmp_path):
+    """It is unpacked into a private folder, which is gone after the process."""
+    (tmp_path / "cache").write_text("")  # a file, where not even root can write a folder
+    (tmp_path / "temporary").mkdir()
+    line = [sys.executable, "-c", USE_PACKED, packed]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+    environment["PYTHONPATH"] = str(extension.PACKAGE.parent)
+    found = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+    path, size, mode = found.stdout.split()
+    assert Path(path).is_relative_to(tmp_path / "temporary")
+    assert (int(size), mode) == (len(CONTENT), "0o700")
+    assert not [*(tmp_path / "temporary").rglob("*.so")]
 
 
 def test_missing_ninja_is_named_with_the_command(monkeypatch, tmp_path):

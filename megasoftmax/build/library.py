@@ -1,6 +1,8 @@
 """Finds the compiled part, builds it on first use where that is possible, and loads it."""
 
+import atexit
 import ctypes
+import io
 import os
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
@@ -129,28 +132,45 @@ def host() -> Path:
     """The C++ part of the host, a Python module, in the cache.
 
     Unless an earlier run did, it is unpacked into the cache from a wheel that has it, or else built
-    there. A copy of the package has one of its own.
+    there. Where the cache cannot be used, a wheel's part is unpacked into a temporary folder, which
+    is removed when the process exits. A copy of the package has a part of its own.
 
     Raises:
-        BuildError: it is not there, and cannot be built; others could have written the cache.
+        BuildError: it is not there, and cannot be built; or others could have written the cache,
+            and no wheel has it.
     """
 
     def compile_into(folder: Path) -> Path:
-        if _is_packed():
-            return _unpack_host_into(folder)
+        packed = _packed()
+        if packed is not None:
+            return _write_host(folder, packed)
         if os.environ.get("MEGASOFTMAX_JIT") == "0":
             raise BuildError("none is in the cache, and MEGASOFTMAX_JIT=0 forbids building")
         return _compile_host(folder)
 
-    return cache.keep(_HOST, _host_key(), compile_into)
+    try:
+        return cache.keep(_HOST, _host_key(), compile_into)
+    except BuildError:
+        packed = _packed()
+        if packed is None:
+            raise
+        with suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix=f"{_HOST}-"))  # with mode 0700
+            atexit.register(rmtree, folder, ignore_errors=True)
+            return _write_host(folder, packed)
+        raise
 
 
 def host_is_built() -> bool:
-    """Whether it is in the cache, or packed in a wheel."""
-    try:
-        return cache.find(_HOST, _host_key()) is not None or _is_packed()
-    except BuildError:
-        return False
+    """Whether it is in the cache."""
+    with suppress(BuildError):
+        return cache.find(_HOST, _host_key()) is not None
+    return False
+
+
+def host_is_packed() -> bool:
+    """Whether a wheel has it, so that nothing is compiled."""
+    return _packed() is not None
 
 
 def build_host_into(folder: Path) -> Path:
@@ -211,18 +231,27 @@ def _name_of_host() -> str:
     return f"torch-{release}-{_soabi()}-{key[:12]}.so"
 
 
-def _is_packed() -> bool:
-    with suppress(FileNotFoundError, tarfile.TarError), tarfile.open(_HOSTS) as archive:
-        return _name_of_host() in archive.getnames()
-    return False
+def _packed() -> bytes | None:
+    """The host part of a wheel for this torch and Python; None if it is not there or damaged."""
+    try:
+        import lzma
+    except ImportError:  # some builds of Python lack it
+        return None
+    try:
+        with lzma.open(_HOSTS) as file:
+            whole = file.read()  # to its end, where its checksum is
+        with tarfile.open(fileobj=io.BytesIO(whole), mode="r:") as archive:
+            if _name_of_host() not in archive.getnames():
+                return None
+            member = archive.extractfile(_name_of_host())
+            return None if member is None else member.read()
+    except (OSError, EOFError, tarfile.TarError, lzma.LZMAError):
+        return None
 
 
-def _unpack_host_into(folder: Path) -> Path:
+def _write_host(folder: Path, packed: bytes) -> Path:
     path = folder / _name_of_host()
-    with tarfile.open(_HOSTS) as archive:
-        packed = archive.extractfile(path.name)
-        assert packed is not None
-        path.write_bytes(packed.read())
+    path.write_bytes(packed)
     return path
 
 
@@ -325,7 +354,7 @@ def _keep_beside_host(names: Sequence[str], compile_into: Callable[[Path], Path]
         path = os.pathsep.join([str(extension.PACKAGE.parent), *filter(None, sys.path)])
         is_wanted = _PACKAGE_NAME == "megasoftmax" and os.environ.get("MEGASOFTMAX_HOST") != "0"
         other = None
-        if is_wanted and not host_is_built():
+        if is_wanted and not (host_is_built() or host_is_packed()):
             quiet = subprocess.DEVNULL
             environment = os.environ | {"PYTHONPATH": path}
             other = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment)
