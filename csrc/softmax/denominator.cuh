@@ -43,6 +43,13 @@ __device__ inline float reference_of_bounded(const LogitOptions& options, int64_
   return sink.is_present() ? fminf(fmaxf(sink.of_head(head), 0.f), 128.f) * kLog2E : 0.f;
 }
 
+// Sums relative to such a reference as `Denominator` takes them: a sink far below the reference
+// remains where no column counts.
+__device__ inline MaxAndSum of_bounded(MaxAndSum columns) {
+  if (columns.sum == 0.f) columns.max = kLowest;
+  return columns;
+}
+
 // d sink = -p_sink * D of a row. `logit`: its sink.
 __device__ inline void write_sink_gradient(const BackwardParams& params, int64_t row, float d,
                                            float logit) {

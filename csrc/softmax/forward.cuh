@@ -104,7 +104,8 @@ __device__ __forceinline__ void forward_in_registers(const ForwardParams& params
     accumulate<kStride>(mine, true, largest_lane(raw), raw, z, first, end, exponent);
   }
   const MaxAndSum total = owner.merge(mine, exponent);
-  const Denominator denominator(total, exponent, params, index.head);
+  const Denominator denominator(Bias::kCaps ? of_bounded(total) : total, exponent, params,
+                                index.head);
   if (params.log_sum_exp != nullptr && owner.thread() == 0 && is_row)
     params.log_sum_exp[row] = denominator.log_sum_exp();
   const float factor = denominator.factor * exponent(mine.max, total.max) * entries.factor(params);
@@ -320,7 +321,8 @@ __device__ __forceinline__ void forward_in_segments(const ForwardParams& params,
   // Writes a row from the maximum and the sum of all of it, which `write_all` does tile by tile.
   const auto write_row = [&](const Taken& of, const MaxAndSum& total, auto&& write_all) {
     const Entries entries(params, of.row.index);
-    const Denominator denominator(total, exponent, params, of.row.index.head);
+    const Denominator denominator(Bias::kCaps ? of_bounded(total) : total, exponent, params,
+                                  of.row.index.head);
     if (params.log_sum_exp != nullptr && owner.is_first_thread())
       params.log_sum_exp[of.row.row] = denominator.log_sum_exp();
     const float log2_factor = log2f(denominator.factor * entries.factor(params));
