@@ -23,7 +23,6 @@ from megasoftmax.autocast import as_autocast
 from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.products import attend
 from megasoftmax.options import AttentionOptions
-from megasoftmax.reference.softmax import accumulation_dtype
 
 _LARGEST_LOGIT_SCALE = math.log(100)
 _LARGEST_EMBEDDED = 55  # tokens: the gradient of more than 3072 embeddings sorts them
@@ -80,7 +79,9 @@ def bias_of_table(table: Tensor, index: Tensor) -> Tensor:
     index = index.view(tokens, tokens)
     if tokens > _LARGEST_EMBEDDED:
         return table[index].permute(2, 0, 1).contiguous()
-    entries = torch.nn.functional.embedding(index, table.to(accumulation_dtype(table.dtype)))
+    entries = torch.nn.functional.embedding(
+        index, table.to(torch.promote_types(table.dtype, torch.float32))
+    )
     return entries.permute(2, 0, 1).to(table.dtype, memory_format=torch.contiguous_format)
 
 
