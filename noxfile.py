@@ -140,7 +140,7 @@ def wheels(session: nox.Session, wheel: str) -> None:
     count, expected = len([*Path("build/hosts").glob("*.so")]), len(pythons) * len(torches)
     if count != expected:
         session.error(f"build/hosts: expected {expected} libraries, got {count}: remove old ones")
-    built = Path(session.create_tmp(), "wheel")
+    built = Path(session.create_tmp(), "wheel").resolve()  # commands also run within it
     shutil.rmtree(built, ignore_errors=True)
     environment = {"MEGASOFTMAX_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": WHEELS[wheel]}
     environment["MEGASOFTMAX_LABEL"] = "" if wheel == "all" else wheel
