@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
+    DebertaV2ForMaskedLM,
     Gemma2ForCausalLM,
     GPT2LMHeadModel,
     GptOssForCausalLM,
@@ -78,7 +79,7 @@ class Case(measure.Case):
         Not compiled: that takes long whatever the sizes are.
         """
         small = {"head_dim": 16, "num_key_value_heads": 2, "sliding_window": 8}
-        small |= {"intermediate_size": 96, "d_ff": 96}
+        small |= {"intermediate_size": 96, "d_ff": 96, "position_buckets": 8}
         changes = {"layers": 2, "width": 64, "heads": 4, "batch": 2, "length": 40}
         changes["sizes"] = {name: small.get(name, value) for name, value in self.sizes.items()}
         targets = 24 if self.targets else 0
@@ -176,6 +177,15 @@ def cases() -> list[Case]:
         sizes={**sizes, "sliding_window": 4096, **no_tokens},
     )
 
+    sizes = {"relative_attention": True, "position_buckets": 256, "norm_rel_ebd": "layer_norm"}
+    sizes |= {"share_att_key": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    deberta = Case(
+        *("DeBERTa V3 base, 512 tokens", DebertaV2ForMaskedLM, 12, 768, 12, 16, 512),
+        implementations=("eager", NAME),  # it has no "sdpa", which takes no learned bias here
+        sizes={**sizes, **no_dropout, "type_vocab_size": 0},
+    )
+
     def dropping(case: Case, **sizes: Any) -> Case:
         name = f"{case.name}, dropout"
         return replace(case, name=name, drops=True, implementations=PEERS, sizes=sizes)
@@ -207,6 +217,7 @@ def cases() -> list[Case]:
         documents,
         replace(mistral, name=name, length=32768, implementations=("sdpa", NAME)),
         gemma,
+        deberta,
         gpt_oss,
         replace(gpt_oss, name="gpt-oss, 4 layers, 4 experts, 8192 tokens", batch=1, length=8192),
     ]

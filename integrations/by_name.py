@@ -82,6 +82,9 @@ def _extended_setter(original: Callable[..., None]) -> Callable[..., None]:
         if attn_implementation in NAMES and not is_disabled():
             _serve(self, attn_implementation)
         else:
+            if attn_implementation == "eager":
+                for layer in layers_of(self):  # original refuses a DeBERTa every name
+                    _let_be_eager(layer)
             original(self, attn_implementation, *args, **kwargs)
             _serve(self)
 
@@ -158,8 +161,8 @@ def _leave(
     """Let layers that cannot be served run what they do for "eager", and say so."""
     served = {id(layer.config) for layer in layers if layer.name not in why_not}
     for layer in left:
-        if id(layer.config) not in served and asked_name(layer.config._attn_implementation):
-            Change(layer.config, "_attn_implementation_internal", "").bind("eager")
+        if id(layer.config) not in served:
+            _let_be_eager(layer)
     _warn(
         type(model).__name__,
         len(layers) - len(left),
@@ -168,6 +171,11 @@ def _leave(
         type(left[0].module).__name__,
         why_not[left[0].name],
     )
+
+
+def _let_be_eager(layer: Layer) -> None:
+    if asked_name(layer.config._attn_implementation):
+        Change(layer.config, "_attn_implementation_internal", "").bind("eager")
 
 
 @functools.cache
