@@ -1659,13 +1659,14 @@ def test_products_of_float32(
             torch.set_float32_matmul_precision("high")
             in_tf32, of_torch = errors(True), errors(False)
             torch.set_float32_matmul_precision("highest")
-            in_float32 = errors(True)
+            in_float32, of_torch_in_float32 = errors(True), errors(False)
     finally:
         torch.set_float32_matmul_precision(before)
-    for found, others, full in zip(in_tf32, of_torch, in_float32, strict=True):
+    for found, others in zip(in_tf32, of_torch, strict=True):
         assert found < 2 * others + 1e-4
         assert found > 3e-5
-        assert full < 5e-6
+    for found, others in zip(in_float32, of_torch_in_float32, strict=True):
+        assert found < 2.5 * others
 
 
 @gpu

@@ -27,7 +27,7 @@ inline constexpr int kHopperMaxSpilledBytes = 700;
 inline constexpr int kSmallMaxSpilledBytes = 800;
 // What a thread may spill in kernels of float32. At a head dimension of 64 the backward pass spills
 // a part of its sums while it makes scores.
-inline constexpr int kFloatMaxSpilledBytes = 450;
+inline constexpr int kFloatMaxSpilledBytes = 480;
 // Bytes of shared memory that a kernel declares itself. Only the kernels of block masks and the one
 // that adds up parts of a gradient of a bias do, and they use no other.
 inline constexpr int kAttentionMaxDeclaredBytes = 4096;

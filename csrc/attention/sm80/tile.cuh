@@ -210,10 +210,10 @@ __device__ inline void store_rows(char* tile, int warp_row, const float (&result
 // Columns 16 * n and on of results += a b, in one step of the sum.
 //
 // TF32 multiplies rounded elements. The precision of float32 takes three products: an element is
-// its TF32 part and a rest, and the product of both rests is too small to count. For long sums an
-// addition joins the three to the results, because it rounds to nearest, while sums of matrix
-// instructions are truncated.
-template <class T, bool kAreLong, int kM, int kN>
+// its TF32 part and a rest, and the product of both rests is too small to count. An addition joins
+// the three to the results, because it rounds to nearest, while sums of matrix instructions are
+// truncated.
+template <class T, int kM, int kN>
 __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int n,
                                               const uint32_t (&a)[kM][4],
                                               const uint32_t (&pair)[4]) {
@@ -224,7 +224,7 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
       multiply_add<T>(results[m][2 * n + 1], a[m], pair[2], pair[3]);
     }
   } else {
-    constexpr bool kAddsOnce = kAreLong && std::is_same_v<T, float>;
+    constexpr bool kAddsOnce = std::is_same_v<T, float>;
     float a_part[kM][4], a_rest[kM][4], b_part[4], b_rest[4], sums[kM][2][4] = {};
     const auto split = [](uint32_t word, float& part, float& rest) {
       part = to_tf32(__uint_as_float(word));
@@ -257,7 +257,7 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
 
 // results += a b, in steps of kStep<T> of the sum. `load_b(pair, n, step)` gives columns 16 * n and
 // on of b. Operands of the next instructions are loaded before the current ones run.
-template <class T, bool kAreLong, int kSteps, int kM, int kN, class A, class LoadB>
+template <class T, int kSteps, int kM, int kN, class A, class LoadB>
 __device__ __forceinline__ void multiply_ahead(Accumulators<kM, kN>& results, const A& a,
                                                LoadB&& load_b) {
   constexpr int kPairs = kN / 2;
@@ -279,7 +279,7 @@ __device__ __forceinline__ void multiply_ahead(Accumulators<kM, kN>& results, co
         load_rows(step + 1);
         load_b(pairs[1 - now], 0, step + 1);
       }
-      multiply_pair<T, kAreLong>(results, n, rows[step % 2], pairs[now]);
+      multiply_pair<T>(results, n, rows[step % 2], pairs[now]);
     }
   }
 }
@@ -290,9 +290,9 @@ __device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& results, con
                                               const B& rows_of_b) {
   const auto a = rows_of_a.anew();
   const auto b = rows_of_b.anew();
-  multiply_ahead<T, false, kColumns / kStep<T>>(
-      results, a,
-      [&](uint32_t (&pair)[4], int n, int step) { b.load(pair, n * 16, step * kStep<T>); });
+  multiply_ahead<T, kColumns / kStep<T>>(results, a, [&](uint32_t (&pair)[4], int n, int step) {
+    b.load(pair, n * 16, step * kStep<T>);
+  });
 }
 
 // results += a b, both tiles, `b` from column `first_column` on.
@@ -301,7 +301,7 @@ __device__ __forceinline__ void multiply_tiles(Accumulators<kM, kN>& results, co
                                                const B& rows_of_b, int first_column) {
   const auto a = rows_of_a.anew();
   const auto b = rows_of_b.template transposed_anew<false>();
-  multiply_ahead<T, true, kInner / kStep<T>>(results, a, [&](uint32_t (&pair)[4], int n, int step) {
+  multiply_ahead<T, kInner / kStep<T>>(results, a, [&](uint32_t (&pair)[4], int n, int step) {
     b.load_transposed(pair, step * kStep<T>, first_column + n * 16);
   });
 }
@@ -331,7 +331,7 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kColumns>& res
       } else if (step + 1 < kSteps) {
         rows.load_transposed(pairs[1 - now], (step + 1) * kStep<T>, 0);
       }
-      multiply_pair<T, true>(results, n, a, pairs[now]);
+      multiply_pair<T>(results, n, a, pairs[now]);
     }
   }
 }
@@ -361,7 +361,7 @@ __device__ __forceinline__ void multiply_transposed(Accumulators<kM, kN>& result
     for (int n = 0; n < kN / 2; ++n) {
       uint32_t pair[4];
       b.load_transposed(pair, step * kStep<T>, first_column + n * 16);
-      multiply_pair<T, false>(results, n, columns, pair);
+      multiply_pair<T>(results, n, columns, pair);
     }
   }
 }
