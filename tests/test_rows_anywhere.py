@@ -28,12 +28,21 @@ void check(int heads, int queries, int keys, int64_t pitch, int64_t head_stride,
       round_up<uintptr_t>(reinterpret_cast<uintptr_t>(memory.data()), 64));
   for (int64_t i = 0; i < size; ++i) storage[i] = static_cast<uint16_t>(i * 40503u >> 3);
   const auto begin = reinterpret_cast<uintptr_t>(storage);
-  const auto end = round_up<uintptr_t>(begin + 2 * size, 16);
-  Strided rows;
+  AttentionParams params;
+  params.batches = 1;
+  params.batches_per_bias = params.heads_per_bias = Divider(1);
+  params.heads = heads;
+  params.queries = queries;
+  params.keys = keys;
+  Strided& rows = params.bias;
   rows.data = storage + offset;
   rows.query_stride = pitch;
   rows.head_stride = head_stride;
-  rows.last_whole_row = end;
+  // The last vector of 16 bytes is whole, or they need a copy.
+  rows.last_whole_row = begin + 2 * size;
+  wrong += takes_rows_anywhere(params) != (2 * size % 16 == 0);
+  const auto end = rows.last_whole_row = round_up<uintptr_t>(begin + 2 * size, 16);
+  wrong += !takes_rows_anywhere(params);
   const RowsAnywhere anywhere(rows);
   for (int i = 0; i < 4; ++i) wrong += anywhere.step(rows, i) % 16 != 0;
   std::vector<char> box(kRows * kRowBytes + 8);
@@ -42,7 +51,7 @@ void check(int heads, int queries, int keys, int64_t pitch, int64_t head_stride,
       for (int key = 0; key < keys; key += kKeys) {
         const int64_t first = head * head_stride + key, column = anywhere.column(first);
         const int eight = query / 8, last = std::min(eight + kRows / 8, divide_up(queries, 8));
-        const bool fits = anywhere.fits(rows, column, eight, last, kRowBytes);
+        const bool fits = anywhere.fits(rows, column, last, kRowBytes);
         ++boxes;
         single += !fits;
         for (int row = 0; row < kRows; ++row) {

@@ -6,9 +6,9 @@
 
 namespace megasoftmax {
 
-// Starts to copy rows of a bias that begin anywhere, from `query` and `key` on. A box reads beside
-// its rows. Where that may lie outside of the storage, each row is copied by itself: the vectors of
-// 16 bytes that have some of it.
+// Starts to copy rows of a bias that begin anywhere, from `query` and `key` on, if there are some.
+// A box reads beside its rows. Where that may lie outside of the storage, each row is copied by
+// itself: the vectors of 16 bytes that have some of it.
 template <int kRows, int kKeys>
 __device__ __forceinline__ void copy_rows_anywhere(const AttentionParams& params,
                                                    const CUtensorMap& map, uint32_t shared,
@@ -19,12 +19,11 @@ __device__ __forceinline__ void copy_rows_anywhere(const AttentionParams& params
   const RowsAnywhere anywhere(rows);
   const int64_t offset = batch * rows.batch_stride + head * rows.head_stride + key;
   const int64_t column = anywhere.column(offset);
-  const int eight = divide_up(query, 8);
-  const int end = min(eight + kRows / 8, divide_up(params.queries, 8));
-  if (end <= eight || anywhere.fits(rows, column, eight, end, kRowBytes)) {
+  const int end = divide_up(min(query + kRows, params.queries), 8);
+  if (query < params.queries && anywhere.fits(rows, column, end, kRowBytes)) {
     there.arrive_and_expect(kRows * kRowBytes);
     start_copy_of_rows(shared, map, there, static_cast<int>(column / RowsAnywhere::kInMapEntry),
-                       eight);
+                       query / 8);
     return;
   }
   const int count = min(kRows, params.queries - query), keys = min(kKeys, params.keys - key);

@@ -14,9 +14,8 @@
 namespace megasoftmax {
 
 struct RowsAnywhere {
-  // Entries: a row of a box beside its keys, at most 7 by the first address and 9 by rounding; and
-  // what lies before the tensor in its map, so that no row begins before the map.
-  static constexpr int kMoreColumns = 16, kBefore = 8;
+  // Entries of a row of a box beside its keys: at most 7 by the first address and 9 by rounding.
+  static constexpr int kMoreColumns = 16;
   static constexpr int kVector = 8;  // entries in 16 bytes
   // Entries of the map are of 8 bytes, so that their numbers have 31 bits up to 16 GB.
   static constexpr int kInMapEntry = 4;
@@ -28,15 +27,15 @@ struct RowsAnywhere {
   int first;    // of the tensor in the map
 
   __host__ __device__ explicit RowsAnywhere(const Strided& rows)
-      : first(kBefore + static_cast<int>(reinterpret_cast<uintptr_t>(rows.data) % 16 / 2)) {
+      : first(static_cast<int>(reinterpret_cast<uintptr_t>(rows.data) % 16 / 2)) {
     for (int i = 0; i < 3; ++i) {
       const int rest = static_cast<int>(rows.query_stride << i) & (kVector - 1);
       left[i] = rest > kVector / 2 ? rest - kVector : rest;
     }
   }
-  // Where the map begins, at a multiple of 16 bytes. It may lie before the storage.
+  // Where the map begins.
   __host__ __device__ static uintptr_t begin(const Strided& rows) {
-    return reinterpret_cast<uintptr_t>(rows.data) / 16 * 16 - 2 * kBefore;
+    return reinterpret_cast<uintptr_t>(rows.data) / 16 * 16;
   }
   __host__ __device__ int least_left() const {
     int sum = 0;
@@ -50,24 +49,22 @@ struct RowsAnywhere {
     return sum;
   }
   // The column of the map where a box begins whose rows, of a head, begin with the entry so far
-  // behind the first one of the tensor.
+  // behind the first one of the tensor. Negative, if rounding puts some before the map.
   __host__ __device__ int64_t column(int64_t offset) const {
-    return (first + least_left() + offset) / kVector * kVector;
+    return (first + least_left() + offset) & -int64_t{kVector};
   }
   // Bytes from a row of the map's dimension for bit i of row numbers to the next, and from eight
   // rows to the next.
   __host__ __device__ int64_t step(const Strided& rows, int i) const {
     return 2 * ((rows.query_stride << i) - (i < 3 ? left[i] : 0));
   }
-  // Whether a box that begins with this column reads nothing outside of the storage, from rows
-  // 8 * begin on to 8 * end.
-  __host__ __device__ bool fits(const Strided& rows, int64_t column, int64_t begin, int64_t end,
+  // Whether a box that begins with this column lies in the map, and reads nothing behind the
+  // storage up to row 8 * end.
+  __host__ __device__ bool fits(const Strided& rows, int64_t column, int64_t end,
                                 int row_bytes) const {
-    const uintptr_t first = RowsAnywhere::begin(rows) + 2 * column;
-    return first + begin * step(rows, 3) >= reinterpret_cast<uintptr_t>(rows.data) / 16 * 16 &&
-           first + (end - 1) * step(rows, 3) + step(rows, 0) + step(rows, 1) + step(rows, 2) +
-                   row_bytes <=
-               rows.last_whole_row;
+    return column >= 0 && begin(rows) + 2 * column + (end - 1) * step(rows, 3) + step(rows, 0) +
+                                  step(rows, 1) + step(rows, 2) + row_bytes <=
+                              rows.last_whole_row;
   }
   // The shift of row j of eight in this box.
   __host__ __device__ int shift(int64_t offset, int j) const {

@@ -136,6 +136,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
         for (int piece = 0; piece < Memory::kPieces; ++piece) {
           const int number = step * Memory::kPieces + piece, slot = number % Memory::kSentParts;
           memory.sent_is_used(slot).wait((number / Memory::kSentParts & 1) ^ 1);
+          __syncwarp();  // all lanes have waited
           if (is_first)
             copy_rows_anywhere<Memory::kPieceRows, kKeys>(
                 params, maps.bias, memory.piece(slot), memory.sent_is_there(slot), bias_batch,

@@ -95,13 +95,15 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
       const int stage = step % Memory::kBiasStages;
       for (int i = 0; i < kWarpgroups; ++i) {
         memory.bias_is_used(stage, i).wait((step / Memory::kBiasStages & 1) ^ 1);
-        if (!is_first) continue;
         const Barrier there = memory.bias_is_there(stage, i);
         if constexpr (Memory::kIsRows) {
-          copy_rows_anywhere<64, kKeys>(params, maps.bias, memory.bias(stage, i), there, bias_batch,
-                                        bias_head, queries.query_of(params, i), key);
+          __syncwarp();  // all lanes have waited
+          if (is_first)
+            copy_rows_anywhere<64, kKeys>(params, maps.bias, memory.bias(stage, i), there,
+                                          bias_batch, bias_head, queries.query_of(params, i), key);
           continue;
         }
+        if (!is_first) continue;
         there.arrive_and_expect(Memory::kBiasBytes);
         for (int panel = 0; panel < kKeys / 64; ++panel)
           start_copy_of_box(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias,
