@@ -134,8 +134,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
       if constexpr (Memory::kIsRows) {
 #pragma unroll 1
         for (int piece = 0; piece < Memory::kPieces; ++piece) {
-          const int number = step * Memory::kPieces + piece, slot = number % Memory::kSentParts;
-          memory.sent_is_used(slot).wait((number / Memory::kSentParts & 1) ^ 1);
+          const int number = step * Memory::kPieces + piece, slot = number % Memory::kSlots;
+          memory.sent_is_used(slot).wait((number / Memory::kSlots & 1) ^ 1);
           __syncwarp();  // all lanes have waited
           if (is_first)
             copy_rows_anywhere<Memory::kPieceRows, kKeys>(

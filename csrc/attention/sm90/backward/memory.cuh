@@ -95,14 +95,19 @@ struct HopperBackwardMemory {
   static constexpr int kSentBytes = kScoreBytes / kMaxBiasCluster * (kMaxBiasCluster - 1);
   static_assert(kSentBytes >= kDiagonalsAt - kMaskedAt && kQueryPanels <= 2);
   static_assert(kQueries % (8 * kMaxBiasCluster) == 0);  // swizzled alike
-  // Blocks send each other parts: 64 keys of half of the rows that a block sums. The part of the
-  // next step is sent as soon as all have summed this one, while they sum the others.
-  static constexpr int kSentParts = is_dense(kBias) ? 2 * kScorePanels : 0;
   // HopperBias::kRows has no clusters and no mask. Rows of the bias come in pieces to this place,
-  // a ring, and warps bring them to their tile.
+  // a ring, and warps bring them to their tile. A slot of the ring belongs to one warp. If several
+  // warps took turns at a slot, one could wait for its piece while the piece before is on its way.
+  // It would not wait: the parity of its phase is that of the last complete phase.
+  static constexpr int kPlacingWarps = 3;
   static constexpr int kPieceRows = kQueries / 8, kPieces = 8;
   static constexpr int kPieceBytes = kPieceRows * RowsAnywhere::row_bytes(kKeys);
-  static_assert(kSentParts * kPieceBytes <= kSentBytes && kPieceBytes % 128 == 0);
+  static constexpr int kSlots = 2 * kPlacingWarps;
+  static_assert(!kIsRows || (kSlots * kPieceBytes <= kSentBytes && kPieceBytes % 128 == 0));
+  static_assert(kSlots % kPlacingWarps == 0);
+  // Blocks send each other parts: 64 keys of half of the rows that a block sums. The part of the
+  // next step is sent as soon as all have summed this one, while they sum the others.
+  static constexpr int kSentParts = kIsRows ? kSlots : is_dense(kBias) ? 2 * kScorePanels : 0;
   static_assert(kSentAt % 128 == 0 && kPieceRows % 8 == 0);
   // In a tile of 64 queries the bits would be ready after the products, so each warp makes the bits
   // of its own weights.
@@ -119,7 +124,6 @@ struct HopperBackwardMemory {
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
   // Warps that sum the gradient of a bias.
   static constexpr int kSummingWarps = kBias == HopperBias::kTable ? DiagonalSums::kWarps : 3;
-  static constexpr int kPlacingWarps = 3;
   // In a cluster two of them store sums, and one sends what others sum.
   static constexpr int kStoringWarps = 2;
 

@@ -27,9 +27,9 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::place_r
     memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
 #pragma unroll 1
     for (int piece = 0; piece < Memory::kPieces; ++piece) {
-      const int number = step * Memory::kPieces + piece, slot = number % Memory::kSentParts;
+      const int number = step * Memory::kPieces + piece, slot = number % Memory::kSlots;
       if (number % kWarps != warp) continue;
-      memory.sent_is_there(slot).wait(number / Memory::kSentParts & 1);
+      memory.sent_is_there(slot).wait(number / Memory::kSlots & 1);
       // A lane has two neighbouring keys of each panel. Beyond the last key or query is 0.
       const int lane = thread_index_anew() % 32;
       const int keys = params.keys - first_key - 2 * lane;
