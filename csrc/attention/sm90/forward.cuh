@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // tile is released after the vote of the warp on the largest logits: all lanes have read theirs
     // by then, and it takes no registers.
     constexpr bool kLoadsBiasAhead = kHasTile && Memory::kBiasStages == 1;
+    static_assert(!(Memory::kIsRows && kLoadsBiasAhead));
     [[maybe_unused]] Pack<T> bias[2][kN / 4];
     const auto wait_for_bias = [&](const Tiles& tiles) {
       const int stage = tiles.step % Memory::kBiasStages;
