@@ -117,6 +117,7 @@ def cases():
         *product("attention small", dtype=("fp16", "bf16"), dim=(32, 64)),
         *product("attention heads", dtype=("fp16", "bf16"), has_bias=(False, True)),
         *product("attention shared bias", dtype=("fp16", "bf16")),
+        *product("attention rows", dtype=("fp16", "bf16"), dim=DIMS_OF_ROWS),
         *product("attention wide", dtype=("fp16", "bf16"), has_bias=(False, True)),
     ]
 
@@ -646,6 +647,7 @@ def dims_of(table, *, is_float=False):
 
 
 HOPPER_DIMS = dims_of("kAttentionHopperTiles")
+DIMS_OF_ROWS = tuple(dim for dim in HOPPER_DIMS if dim <= LIMITS.attention["kMostHeadDimOfRows"])
 # Of values, of tiles for a head dimension.
 VALUE_DIMS = {
     dim: [
@@ -894,6 +896,26 @@ def attention_shared_bias(given, dtype):
             attend(query, key, value, output_gradient, None, bias=bias, mask=mask)
 
 
+def attention_rows(given, dtype, dim):
+    """A dense bias whose rows begin anywhere, on Hopper; its storage ends with the last one. Where
+    that ends within 16 bytes, its rows are copied."""
+    sizes = ((374, 371), (130, 250), (66, 125), (380, 383))
+    layouts = itertools.cycle(("exact", "offset"))
+    for queries, keys in given.sizes(sizes):
+        query, key, value, output_gradient = (
+            given.floats(BATCHES, HEADS, length, dim, dtype=DTYPES[dtype], layout="exact")
+            for length in (queries, keys, keys, queries)
+        )
+        shape = (BATCHES, HEADS, queries, keys)
+        outer = given.floats(queries, BATCHES, HEADS, keys, dtype=DTYPES[dtype], layout="exact")
+        own = given.floats(*shape, dtype=DTYPES[dtype], layout=next(layouts))
+        masks = (None, given.mask(BATCHES, 1, 1, keys), given.mask(*shape))
+        for mask, bias in itertools.product(masks, (own, outer.permute(1, 2, 0, 3))):
+            window = {} if mask is not None else {"window_right": 0}
+            for options in ({"mask": mask}, window):
+                attend(query, key, value, output_gradient, bias=bias, **options)
+
+
 def attention_wide(given, dtype, has_bias):
     """Head dimensions beyond kMaxHeadDim, forward; values are the first columns of keys, or not."""
     wide = tuple(
@@ -952,5 +974,6 @@ RUN = {
     "attention small": attention_small,
     "attention heads": attention_heads,
     "attention shared bias": attention_shared_bias,
+    "attention rows": attention_rows,
     "attention wide": attention_wide,
 }

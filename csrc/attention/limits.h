@@ -72,6 +72,11 @@ constexpr bool has_softcap_kernels(int head_dim, int value_dim) {
   return head_dim == value_dim && (head_dim == 64 || head_dim == 128 || head_dim == 256);
 }
 
+// Kernels for a bias whose rows begin anywhere. Up to this head dimension shared memory has room
+// for wider rows of it. At most so many batches and heads share an entry: of what more share, a
+// copy to aligned rows takes less time. Rows lie at least kFewestOfPitch entries apart.
+inline constexpr int kMostHeadDimOfRows = 64, kMostSharersOfRows = 4, kFewestOfPitch = 16;
+
 // A block of Hopper's forward: warpgroups of 64 queries each, and one more that only copies. Both
 // have their number of registers a thread.
 struct AttentionHopperTile {
@@ -83,6 +88,7 @@ struct AttentionHopperTile {
   int query_stages;  // tiles of queries there; results take the place of theirs
 
   constexpr bool takes_softcap() const { return has_softcap_kernels(head_dim, value_dim); }
+  constexpr bool takes_rows_anywhere() const { return head_dim <= kMostHeadDimOfRows; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
 };
@@ -140,6 +146,7 @@ struct AttentionHopperBackwardTile {
   static constexpr int warpgroups = 2;
 
   constexpr bool takes_softcap() const { return has_softcap_kernels(head_dim, value_dim); }
+  constexpr bool takes_rows_anywhere() const { return head_dim <= kMostHeadDimOfRows; }
   constexpr bool is_wide() const { return head_dim > 128; }
   constexpr bool has_turns() const { return !is_wide(); }
   constexpr int threads() const { return 128 * (warpgroups + 1); }

@@ -105,6 +105,7 @@ void set_dense_bias(AttentionParams& params, const Tensor& rows) {
   params.bias.head_stride = rows.size(1) == 1 ? 0 : rows.stride(1);
   params.bias.query_stride = rows.size(2) == 1 ? 0 : rows.stride(2);
   params.bias.column_stride = params.keys == 1 ? 1 : rows.size(3) == 1 ? 0 : rows.stride(3);
+  params.bias.last_whole_row = reinterpret_cast<uintptr_t>(end_of_storage(rows));
 }
 
 // Plans a launch by plan(params). A bias that its kernel reads faster from other rows is copied to

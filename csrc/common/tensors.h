@@ -17,6 +17,7 @@ struct Strided {
   // Kernels of rows read aligned vectors of 16 bytes, which may reach beside a row, but not outside
   // of the storage. This is the last address of a row whose vectors all lie in the storage; rows at
   // higher addresses have their last vector read element by element. The default: there are none.
+  // Of a bias of attention: the end of the storage.
   uintptr_t last_whole_row = UINTPTR_MAX;
 
   // The first element of a row; of a result T is not const.

@@ -76,6 +76,8 @@ cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
       return body.template operator()<HopperBias::kTable>();
     case HopperBias::kSoftcap:
       return body.template operator()<HopperBias::kSoftcap>();
+    case HopperBias::kRows:
+      return body.template operator()<HopperBias::kRows>();
   }
   return cudaErrorInvalidValue;
 }
@@ -84,7 +86,8 @@ template <class T>
 bool has_code(Sm90, const AttentionForwardParams& params, int tile) {
   bool is_there = false;
   with_regime(kAttentionHopperTiles, tile, [&]<int kIndex>() {
-    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
+    const HopperBias bias = hopper_bias(params, kAttentionHopperTiles[kIndex]);
+    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       if constexpr (takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
         static const bool has_kernels =
             is_compiled(attention_hopper_forward_kernel<T, kBias, HopperMask::kNone, kIndex>) &&
@@ -101,7 +104,8 @@ template <class T>
 cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t stream) {
   const ForwardPlan& plan = launch.plan;
   return with_regime(kAttentionHopperTiles, plan.tile, [&]<int kIndex>() {
-    return with_hopper_bias(hopper_bias(launch.params), [&]<HopperBias kBias>() {
+    const HopperBias bias = hopper_bias(launch.params, kAttentionHopperTiles[kIndex]);
+    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       if constexpr (!takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
         return cudaErrorInvalidValue;
       } else {
@@ -138,6 +142,10 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
             make_map_of_queries(maps.output, params, params.output, params.value_dim, 16));
         if constexpr (kBias == HopperBias::kTile)
           MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
+        if constexpr (kBias == HopperBias::kRows)
+          MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_rows_anywhere(
+              maps.bias, params.bias, params.bias_batches(), params.bias_heads(), params.queries,
+              params.keys, 64, Memory::kKeys));
         return launch_with_maps(kernel, plan.splits.count * plan.row_tiles, plan.heads, plan.blocks,
                                 1, Memory::kThreads, Memory::kBytes, stream, params, maps);
       }
@@ -188,15 +196,22 @@ constexpr auto hopper_backward_kernel() {
   }
 }
 
+// Of backward kernels.
+constexpr HopperMask most_of_masks(HopperBias bias) {
+  return bias == HopperBias::kRows ? HopperMask::kKeys : HopperMask::kAny;
+}
+
 template <class T>
 bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
   bool is_there = false;
   with_regime(kAttentionHopperBackwardTiles, tile, [&]<int kIndex>() {
-    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
+    const HopperBias bias = hopper_bias(params, kAttentionHopperBackwardTiles[kIndex]);
+    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       if constexpr (takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
+        constexpr HopperMask kMost = most_of_masks(kBias);
         static const bool has_kernels =
             is_compiled(hopper_backward_kernel<T, kBias, HopperMask::kNone, kIndex>()) &&
-            is_compiled(hopper_backward_kernel<T, kBias, HopperMask::kAny, kIndex>());
+            is_compiled(hopper_backward_kernel<T, kBias, kMost, kIndex>());
         is_there = has_kernels;
       }
       return cudaSuccess;
@@ -272,7 +287,8 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
   if (launch.plan.kernel == BackwardKernel::kHeads) return launch_heads<T>(launch, stream);
   const auto& [params, plan] = launch;
   return with_regime(kAttentionHopperBackwardTiles, plan.tile, [&]<int kIndex>() {
-    return with_hopper_bias(hopper_bias(params), [&]<HopperBias kBias>() {
+    const HopperBias bias = hopper_bias(params, kAttentionHopperBackwardTiles[kIndex]);
+    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       if constexpr (!takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
         return cudaErrorInvalidValue;
       } else {
@@ -298,9 +314,14 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
             make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
-        if constexpr (kBias == HopperBias::kTile) {
+        if constexpr (kBias == HopperBias::kTile)
           MEGASOFTMAX_RETURN_IF_ERROR(
               make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
+        if constexpr (kBias == HopperBias::kRows)
+          MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_rows_anywhere(
+              maps.bias, params.bias, params.bias_batches(), params.bias_heads(), params.queries,
+              params.keys, Memory::kPieceRows, Memory::kKeys));
+        if constexpr (is_dense(kBias)) {
           if (params.bias_gradient_kind == BiasGradient::kDense) {
             Strided gradient = contiguous(params.heads, params.queries, params.bias_pitch());
             gradient.data = params.bias_gradient;
@@ -312,18 +333,21 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
         const auto launch_kernel = [&]<bool kHasTurns>() {
           constexpr bool kHasKernel = !kHasTurns && kBias != HopperBias::kSoftcap;
           constexpr HopperMask kKeyMask = kHasKernel ? HopperMask::kKeys : HopperMask::kAny;
+          constexpr HopperMask kMost = most_of_masks(kBias);
           const HopperMask mask = hopper_mask(params);
           return launch_with_maps(
               mask == HopperMask::kNone
                   ? hopper_backward_kernel<T, kBias, HopperMask::kNone, kIndex, kHasTurns>()
               : mask == HopperMask::kKeys
                   ? hopper_backward_kernel<T, kBias, kKeyMask, kIndex, kHasTurns>()
-                  : hopper_backward_kernel<T, kBias, HopperMask::kAny, kIndex, kHasTurns>(),
+                  : hopper_backward_kernel<T, kBias, kMost, kIndex, kHasTurns>(),
               divide_up(params.keys, Memory::kKeys), params.key_heads, plan.blocks, cluster,
               Memory::kThreads, Memory::kBytes, stream, params, maps);
         };
-        return params.turns != nullptr ? launch_kernel.template operator()<true>()
-                                       : launch_kernel.template operator()<false>();
+        if constexpr (kBias != HopperBias::kRows) {
+          if (params.turns != nullptr) return launch_kernel.template operator()<true>();
+        }
+        return launch_kernel.template operator()<false>();
       }
     });
   });

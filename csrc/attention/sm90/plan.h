@@ -6,6 +6,7 @@
 
 #include "../plan.h"
 #include "../sm80/plan.h"
+#include "rows_anywhere.h"
 
 namespace megasoftmax {
 
@@ -21,10 +22,12 @@ enum class HopperBias {
   kTile,     // by tensor copies
   kTable,    // a relative one, of any element type and strides
   kSoftcap,  // none, but a softcap
+  kRows,     // as kTile, of rows that begin anywhere
 };
-constexpr bool is_bias(HopperBias bias) {
-  return bias == HopperBias::kTile || bias == HopperBias::kTable;
+constexpr bool is_dense(HopperBias bias) {
+  return bias == HopperBias::kTile || bias == HopperBias::kRows;
 }
+constexpr bool is_bias(HopperBias bias) { return is_dense(bias) || bias == HopperBias::kTable; }
 
 inline HopperBias hopper_bias(const AttentionParams& params) {
   if (params.softcap.is_given()) return HopperBias::kSoftcap;
@@ -39,19 +42,43 @@ inline bool takes_hopper_bias(const AttentionParams& params) {
   return has_dense_rows(params) && takes_tensor_copies(params.bias, params.bias_batches(),
                                                        params.bias_heads(), params.queries);
 }
-// Whether Hopper's kernels read a bias without a copy.
-inline bool reads_in_place(const AttentionParams& params) {
-  return hopper_bias(params) != HopperBias::kTile || has_aligned_rows(params.bias);
+// Whether rows that begin anywhere need no copy: few share them, and tensor copies can take them,
+// where the storage does not end within 16 bytes that the last row has a part of.
+inline bool takes_rows_anywhere(const AttentionParams& params) {
+  const Strided& rows = params.bias;
+  // Numbers of a map's entries have 31 bits, and its strides 40 bits of bytes.
+  constexpr int64_t kMostColumns = int64_t{RowsAnywhere::kInMapEntry} << 31;
+  const int64_t columns = (params.bias_batches() - 1) * rows.batch_stride +
+                          (params.bias_heads() - 1) * rows.head_stride + params.keys;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(rows.data) +
+                        2 * (columns + int64_t{params.queries - 1} * rows.query_stride);
+  return rows.query_stride >= kFewestOfPitch && rows.query_stride < INT32_MAX &&
+         columns < kMostColumns - 1024 && params.members_of_bias() <= kMostSharersOfRows &&
+         round_up<uintptr_t>(end, 16) <= rows.last_whole_row;
+}
+inline HopperBias hopper_bias(const AttentionForwardParams& params,
+                              const AttentionHopperTile& tile) {
+  const HopperBias bias = hopper_bias(static_cast<const AttentionParams&>(params));
+  return bias == HopperBias::kTile && !has_aligned_rows(params.bias) &&
+                 tile.takes_rows_anywhere() && takes_rows_anywhere(params)
+             ? HopperBias::kRows
+             : bias;
+}
+// Whether Hopper's kernels read such a bias without a copy.
+inline bool reads_in_place(const AttentionParams& params, HopperBias bias) {
+  return bias != HopperBias::kTile || has_aligned_rows(params.bias);
 }
 
 // Whether kernels of a tile take such a bias. Forward, shared memory must have room for it.
 // Backward, the kernel of wide tiles takes none.
 constexpr bool takes_bias(const AttentionHopperTile& tile, HopperBias bias) {
   if (bias == HopperBias::kSoftcap) return tile.takes_softcap();
+  if (bias == HopperBias::kRows) return tile.takes_rows_anywhere();
   return bias != HopperBias::kTile || tile.bias_stages > 0;
 }
 constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bias) {
   if (bias == HopperBias::kSoftcap) return tile.takes_softcap();
+  if (bias == HopperBias::kRows) return tile.takes_rows_anywhere();
   return bias == HopperBias::kNone || !tile.is_wide();
 }
 
@@ -63,7 +90,8 @@ enum class HopperMask {
 };
 // Whether a tile has room for a mask of keys beside the bias. A softcap would cap -infinity.
 constexpr bool takes_key_mask(const AttentionHopperTile& tile, HopperBias bias) {
-  return bias != HopperBias::kSoftcap && (bias != HopperBias::kTile || tile.head_dim <= 64);
+  return bias != HopperBias::kSoftcap && bias != HopperBias::kRows &&
+         (bias != HopperBias::kTile || tile.head_dim <= 64);
 }
 inline HopperMask hopper_mask(const AttentionParams& params) {
   if (params.visible.are_given() || params.dropout.is_given()) return HopperMask::kAny;
@@ -73,8 +101,9 @@ inline HopperMask hopper_mask(const AttentionParams& params) {
 inline HopperMask hopper_mask(const AttentionForwardParams& params,
                               const AttentionHopperTile& tile) {
   const HopperMask mask = hopper_mask(params);
-  return mask == HopperMask::kKeys && !takes_key_mask(tile, hopper_bias(params)) ? HopperMask::kAny
-                                                                                 : mask;
+  return mask == HopperMask::kKeys && !takes_key_mask(tile, hopper_bias(params, tile))
+             ? HopperMask::kAny
+             : mask;
 }
 // Backward, a block serves all heads that share its keys, so their mask must be the same. Turns and
 // softcaps have no kernels for it.
@@ -83,6 +112,20 @@ inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
   const bool is_of_keys = params.heads_per_key_head.divisor == 1 || params.mask.head_stride == 0;
   const bool has_kernel = params.turns == nullptr && !params.softcap.is_given();
   return mask == HopperMask::kKeys && !(is_of_keys && has_kernel) ? HopperMask::kAny : mask;
+}
+
+// Backward, warps that would be idle bring rows that begin anywhere to their places. In shared
+// memory these rows have the place of masks. Turns have no kernels for them.
+inline HopperBias hopper_bias(const AttentionBackwardParams& params,
+                              const AttentionHopperBackwardTile& tile) {
+  const HopperBias bias = hopper_bias(static_cast<const AttentionParams&>(params));
+  const bool has_kernel = (params.bias_gradient_kind == BiasGradient::kNone ||
+                           params.bias_gradient_kind == BiasGradient::kDense) &&
+                          hopper_mask(params) != HopperMask::kAny;
+  return bias == HopperBias::kTile && !has_aligned_rows(params.bias) && has_kernel &&
+                 tile.takes_rows_anywhere() && takes_rows_anywhere(params)
+             ? HopperBias::kRows
+             : bias;
 }
 
 // The first tile of a table that holds the head dimensions and takes the bias, or -1.
@@ -296,7 +339,7 @@ struct Sm90 {
     plan.tile = hopper_forward_tile(params);
     if (plan.tile < 0 || !has_code(plan.tile)) return {};
     const AttentionHopperTile& tile = kAttentionHopperTiles[plan.tile];
-    plan.reads_bias_in_place = reads_in_place(params);
+    plan.reads_bias_in_place = reads_in_place(params, hopper_bias(params, tile));
     plan.tile_head_dim = tile.head_dim;
     plan.tile_value_dim = tile.value_dim;
     plan.tile_queries = tile.queries();
@@ -334,7 +377,6 @@ struct Sm90 {
     // dQ in order is made by portable kernels alone.
     if (plan.query_gradient == QueryGradient::kInOrder)
       return Sm80::plan(params, is_deterministic, device, QueryGradient::kInOrder);
-    plan.reads_bias_in_place = reads_in_place(params);
     plan.tile_head_dim = tile.head_dim;
     plan.tile_value_dim = tile.value_dim;
     plan.tile_queries = tile.queries;
@@ -349,6 +391,9 @@ struct Sm90 {
       }
     }
     plan.clears_bias_gradient = plan.bias_gradient != BiasGradient::kShared;
+    const bool has_turns = plan.query_gradient == QueryGradient::kInTurns;
+    plan.reads_bias_in_place =
+        reads_in_place(params, has_turns ? hopper_bias(params) : hopper_bias(params, tile));
     plan.finish(params);
     return plan;
   }
@@ -374,7 +419,7 @@ struct Sm90 {
     plan.kernel = BackwardKernel::kHeads;
     plan.tile = index;
     plan.query_gradient = QueryGradient::kWhole;
-    plan.reads_bias_in_place = reads_in_place(params);
+    plan.reads_bias_in_place = reads_in_place(params, hopper_bias(params));
     plan.tile_head_dim = plan.tile_value_dim = tile.head_dim;
     plan.tile_queries = tile.kQueries;
     plan.tile_keys = tile.keys();

@@ -69,6 +69,16 @@ __device__ inline void start_copy_of_box(uint32_t shared, const CUtensorMap& map
       : "memory");
 }
 
+// The same of a map of five dimensions: rows that begin anywhere.
+inline __device__ void start_copy_of_rows(uint32_t shared, const CUtensorMap& map, Barrier barrier,
+                                          int column, int eight) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %5, %5, %5, %4}], [%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier.address), "r"(column), "r"(eight), "r"(0)
+      : "memory");
+}
+
 // Starts to copy kPanels boxes of `rows` rows that lie side by side.
 template <int kPanels>
 __device__ __forceinline__ void start_copy_of_panels(uint32_t shared, const CUtensorMap& map,

@@ -19,15 +19,15 @@ struct HopperBackward {
   // No masks, ranges or dropout are looked at. A mask of keys has code of its own.
   static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;
   using Memory = HopperBackwardMemory<kBias, kIndex>;
-  static constexpr bool kHasTile = kBias == HopperBias::kTile;
+  static constexpr bool kHasTile = is_dense(kBias);
   static constexpr bool kHasTable = kBias == HopperBias::kTable;
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   using Block = BlockOfKeys<QueryTiles<kKeys, kQueries, kIsUnmasked>>;
 
-  // All work of a warp: of the copying warpgroup in copy.cuh and dense_bias_gradient.cuh, of the
-  // others in products.cuh. Arguments are no members: with members in their place, ptxas spills
-  // more.
+  // All work of a warp: of the copying warpgroup in copy.cuh, dense_bias_gradient.cuh and
+  // place_rows.cuh, of the others in products.cuh. Arguments are no members: with members in their
+  // place, ptxas spills more.
   __device__ static void copy(const AttentionBackwardParams& params, const BackwardTensorMaps& maps,
                               const Memory& memory, const BiasGradientSums<kBias>& bias_sums,
                               const Block& block);
@@ -35,6 +35,8 @@ struct HopperBackward {
                                                   const Memory& memory,
                                                   const BiasGradientSums<kBias>& bias_sums,
                                                   const Block& block);
+  __device__ static void place_rows_anywhere(const AttentionBackwardParams& params,
+                                             const Memory& memory, const Block& block);
   template <bool kHasTurns>
   __device__ static void multiply(const AttentionBackwardParams& params,
                                   const BackwardTensorMaps& maps, const Memory& memory,

@@ -6,9 +6,11 @@
 // gradients of scores along diagonals, while the next tile runs.
 
 #include "../../exclusion.cuh"
+#include "../rows_anywhere.cuh"
 #include "block.cuh"
 #include "dense_bias_gradient.cuh"
 #include "diagonal_sums.cuh"
+#include "place_rows.cuh"
 #include "tile_steps.cuh"
 
 namespace megasoftmax {
@@ -114,7 +116,10 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
     }
   }
   if (threadIdx.x >= 32) {
-    if constexpr (kHasTile) make_dense_bias_gradient(params, memory, bias_sums, block);
+    if constexpr (kHasTile) {
+      if constexpr (Memory::kIsRows) place_rows_anywhere(params, memory, block);
+      make_dense_bias_gradient(params, memory, bias_sums, block);
+    }
     return;
   }
   if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
@@ -126,6 +131,19 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
       const int buffer = step % 2;
       int bias_batch, bias_head;
       params.entry_of_bias(batch, head, bias_batch, bias_head);
+      if constexpr (Memory::kIsRows) {
+#pragma unroll 1
+        for (int piece = 0; piece < Memory::kPieces; ++piece) {
+          const int number = step * Memory::kPieces + piece, slot = number % Memory::kSlots;
+          memory.sent_is_used(slot).wait((number / Memory::kSlots & 1) ^ 1);
+          __syncwarp();  // all lanes have waited
+          if (is_first)
+            copy_rows_anywhere<Memory::kPieceRows, kKeys>(
+                params, maps.bias, memory.piece(slot), memory.sent_is_there(slot), bias_batch,
+                bias_head, query + piece * Memory::kPieceRows, first_key);
+        }
+        continue;
+      }
       memory.scores_are_used(buffer).wait((step / 2 & 1) ^ 1);
       if (!is_first) continue;
       const Barrier there = memory.bias_is_there(buffer);

@@ -55,7 +55,8 @@ struct HopperBackwardMemory {
   // The second warpgroup is behind the first, so that one has products while the other makes
   // weights. Neither waits for gradients of scores of the other: dQ of a step, which takes all of
   // them, is made a step later. So they keep their place a step longer. A dense bias needs it.
-  static constexpr bool kIsStaggered = kBias != HopperBias::kTile;
+  static constexpr bool kIsStaggered = !is_dense(kBias);
+  static constexpr bool kIsRows = kBias == HopperBias::kRows;
 
   // In this order: keys; values; queries and gradients of outputs of each stage; for two steps the
   // bias, later gradients of scores, in panels of 64 keys; sums of each warpgroup; rows of each
@@ -94,16 +95,27 @@ struct HopperBackwardMemory {
   static constexpr int kSentBytes = kScoreBytes / kMaxBiasCluster * (kMaxBiasCluster - 1);
   static_assert(kSentBytes >= kDiagonalsAt - kMaskedAt && kQueryPanels <= 2);
   static_assert(kQueries % (8 * kMaxBiasCluster) == 0);  // swizzled alike
+  // HopperBias::kRows has no clusters and no mask. Rows of the bias come in pieces to this place,
+  // a ring, and warps bring them to their tile. A slot of the ring belongs to one warp. If several
+  // warps took turns at a slot, one could wait for its piece while the piece before is on its way.
+  // It would not wait: the parity of its phase is that of the last complete phase.
+  static constexpr int kPlacingWarps = 3;
+  static constexpr int kPieceRows = kQueries / 8, kPieces = 8;
+  static constexpr int kPieceBytes = kPieceRows * RowsAnywhere::row_bytes(kKeys);
+  static constexpr int kSlots = 2 * kPlacingWarps;
+  static_assert(!kIsRows || (kSlots * kPieceBytes <= kSentBytes && kPieceBytes % 128 == 0));
+  static_assert(kSlots % kPlacingWarps == 0);
   // Blocks send each other parts: 64 keys of half of the rows that a block sums. The part of the
   // next step is sent as soon as all have summed this one, while they sum the others.
-  static constexpr int kSentParts = kBias == HopperBias::kTile ? 2 * kScorePanels : 0;
+  static constexpr int kSentParts = kIsRows ? kSlots : is_dense(kBias) ? 2 * kScorePanels : 0;
+  static_assert(kSentAt % 128 == 0 && kPieceRows % 8 == 0);
   // In a tile of 64 queries the bits would be ready after the products, so each warp makes the bits
   // of its own weights.
   static constexpr bool kExchangesBits = kQueries == KeptBits::kQueries;
   static constexpr int kBitsAt = kBias == HopperBias::kTable
                                      ? kDiagonalSumsAt + DiagonalSums::kBytes
-                                 : kBias == HopperBias::kTile ? kSentAt + kSentBytes
-                                                              : kDiagonalsAt;
+                                 : is_dense(kBias) ? kSentAt + kSentBytes
+                                                   : kDiagonalsAt;
   static constexpr int kBarriersAt =
       kBitsAt + (kExchangesBits ? kWarpgroups * KeptBits::kBytes : 0);
   static constexpr int kScoreBarrier = 1 + 2 * kStages;
@@ -151,6 +163,7 @@ struct HopperBackwardMemory {
   __device__ uint32_t sent_part(int other, int others, int rows, int part) const {
     return address + kSentAt + (part * others + other) * rows * 64;
   }
+  __device__ uint32_t piece(int slot) const { return address + kSentAt + slot * kPieceBytes; }
   __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
   __device__ uint32_t masked(int stage, int warpgroup) const {
     return address + kMaskedAt + stage * kMaskedBytes + warpgroup * kMaskedPanelBytes;
@@ -185,7 +198,7 @@ struct HopperBackwardMemory {
     first_weights_are_there().init(4);
     constexpr int kMultiplying = kIsStaggered ? 4 * kWarpgroups : 1;  // one speaks for all
     for (int buffer = 0; buffer < 2; ++buffer) {
-      bias_is_there(buffer).init(1);
+      bias_is_there(buffer).init(kIsRows ? kPlacingWarps : 1);
       scores_are_used(buffer).init(kMultiplying +
                                    (sums.is_added || sums.has_diagonals ? kSummingWarps : 0) +
                                    (sums.is_in_cluster ? kStoringWarps * sums.cluster : 0));
@@ -193,7 +206,7 @@ struct HopperBackwardMemory {
     }
     for (int part = 0; part < kSentParts; ++part) {
       sent_is_there(part).init(1);
-      sent_is_used(part).init(kStoringWarps * sums.cluster);
+      sent_is_used(part).init(kIsRows ? 1 : kStoringWarps * sums.cluster);
     }
     publish_barriers();
   }

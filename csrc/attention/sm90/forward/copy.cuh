@@ -2,6 +2,7 @@
 // The copying warpgroup of Hopper's forward. Its first warp copies queries, keys, values and a
 // dense bias to shared memory, and takes the next tile of queries.
 
+#include "../rows_anywhere.cuh"
 #include "block.cuh"
 #include "find_and_fill.cuh"
 
@@ -88,14 +89,21 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
       start_copy_of_panels<kPanels>(shared, map, there, kKeys, key, key_head, queries.batch);
     };
     [[maybe_unused]] int bias_head, bias_batch;
-    if constexpr (kBias == HopperBias::kTile)
+    if constexpr (kHasTile)
       params.entry_of_bias(queries.batch, queries.head, bias_batch, bias_head);
     const auto fill_bias = [&](uint32_t step, int key) {
       const int stage = step % Memory::kBiasStages;
       for (int i = 0; i < kWarpgroups; ++i) {
         memory.bias_is_used(stage, i).wait((step / Memory::kBiasStages & 1) ^ 1);
-        if (!is_first) continue;
         const Barrier there = memory.bias_is_there(stage, i);
+        if constexpr (Memory::kIsRows) {
+          __syncwarp();  // all lanes have waited
+          if (is_first)
+            copy_rows_anywhere<64, kKeys>(params, maps.bias, memory.bias(stage, i), there,
+                                          bias_batch, bias_head, queries.query_of(params, i), key);
+          continue;
+        }
+        if (!is_first) continue;
         there.arrive_and_expect(Memory::kBiasBytes);
         for (int panel = 0; panel < kKeys / 64; ++panel)
           start_copy_of_box(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias,
@@ -159,7 +167,7 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
         }
       }
       if (!has_keys) break;
-      if constexpr (kBias == HopperBias::kTile) fill_bias(step, key);
+      if constexpr (kHasTile) fill_bias(step, key);
       key_before = key;
     }
     ++done;

@@ -13,7 +13,8 @@
 namespace megasoftmax {
 
 // Maps of boxes of 64 columns: 64 queries, the keys of a tile, 64 queries of the bias, and of the
-// output the 16 queries of a warp.
+// output the 16 queries of a warp. A bias of HopperBias::kRows has boxes of 64 queries and all keys
+// of a tile.
 struct TensorMaps {
   CUtensorMap query, key, value, bias, output;
 };
@@ -127,13 +128,20 @@ struct HopperMemory {
   static constexpr int kBiasAt = kHasMasked ? kOnesAt + kOnesBytes : kMaskedAt;
   using Diagonals = DiagonalTile<false, kQueries, kKeys>;
   static constexpr bool kIsTable = kBias == HopperBias::kTable;
-  static constexpr int kBiasStages = kBias == HopperBias::kTile ? kTile.bias_stages : kStages;
+  static constexpr bool kIsRows = kBias == HopperBias::kRows;
+  static constexpr int kBiasStages = is_dense(kBias) ? kTile.bias_stages : kStages;
   static constexpr int kBiasSharers = kIsTable ? kWarpgroups : 1;  // warpgroups with one tile of it
   static constexpr int kBiasPanelBytes = 64 * 128;
-  static constexpr int kBiasBytes = kIsTable ? Diagonals::kBytes : kKeys / 64 * kBiasPanelBytes;
+  static constexpr int kBiasRowBytes = RowsAnywhere::row_bytes(kKeys);
+  static constexpr int kBiasBytes = kIsTable  ? Diagonals::kBytes
+                                    : kIsRows ? 64 * kBiasRowBytes
+                                              : kKeys / 64 * kBiasPanelBytes;
+  static_assert(!kIsRows || kBiasBytes % 128 == 0);
   static constexpr int kBiasTilesOfStage = kWarpgroups / kBiasSharers;
   static constexpr int kBiasTiles = !is_bias(kBias) ? 0 : kBiasStages * kBiasTilesOfStage;
-  static constexpr int kBarriersAt = kBiasAt + kBiasTiles * kBiasBytes;
+  // Behind the tiles of HopperBias::kRows: a row of zeros, for queries beyond the last one.
+  static constexpr int kZerosAt = kBiasAt + kBiasTiles * kBiasBytes;
+  static constexpr int kBarriersAt = kZerosAt + (kIsRows ? kBiasRowBytes : 0);
   static constexpr int kBiasBarrier = 5 + 4 * kStages;
   using Assignment = AssignedTile<kQueries>;  // two, in turn
   static constexpr int kAssignmentsAt = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
@@ -175,6 +183,7 @@ struct HopperMemory {
   __device__ uint32_t bias(int stage, int warpgroup) const {
     return address + kBiasAt + bias_tile(stage, warpgroup) * kBiasBytes;
   }
+  __device__ uint32_t zeros() const { return address + kZerosAt; }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier queries_are_there() const { return barrier(0); }
   __device__ Barrier queries_are_used() const { return barrier(1); }
