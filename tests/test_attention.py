@@ -1916,7 +1916,9 @@ def test_rows_of_a_bias_begin_anywhere(lengths: tuple[int, int], dim: int, maski
             alike = 0 if is_other else len(found) - 1
             for i in range(alike):
                 assert torch.equal(found[i], expected[i]), (name, is_learned, i)
-            torch.testing.assert_close(found[alike:], expected[alike:], **closeness(torch.bfloat16))
+            # Both are as far from the exact result as one may be.
+            close = {name: 2 * most for name, most in closeness(torch.bfloat16).items()}
+            torch.testing.assert_close(found[alike:], expected[alike:], **close)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
