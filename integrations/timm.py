@@ -24,9 +24,10 @@ except ImportError as error:
     raise ImportError("timm: expected 1.0.31 or later; pip install timm") from error
 
 from megasoftmax.integrations.layers import Classes, model_patcher
-from megasoftmax.integrations.products import attend
+from megasoftmax.integrations.products import attend_packed, unpacked
 from megasoftmax.integrations.windows import (
     attend_in_windows,
+    attend_packed_in_windows,
     bias_of_table,
     continuous_bias,
     cosine,
@@ -38,11 +39,8 @@ class MegasoftmaxWindowAttention(swin_transformer.WindowAttention):
     """Swin's."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key, value = _in_heads(self.qkv(x), self.num_heads)
-        output = attend_in_windows(
-            query,
-            key,
-            value,
+        output = attend_packed_in_windows(
+            _in_heads(self.qkv(x), self.num_heads),
             bias_of_table(self.relative_position_bias_table, self.relative_position_index),
             mask,
             scale=self.scale,
@@ -55,7 +53,7 @@ class MegasoftmaxWindowAttentionV2(swin_transformer_v2.WindowAttention):
     """That of Swin V2."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key, value = _in_heads(_projected(self, x), self.num_heads)
+        query, key, value = unpacked(_in_heads(_projected(self, x), self.num_heads))
         query, key = cosine(query, key, self.logit_scale)
         output = attend_in_windows(
             query,
@@ -78,8 +76,7 @@ class MegasoftmaxBeitAttention(beit.Attention):
             own = bias_of_table(self.relative_position_bias_table, self.relative_position_index)
             bias = own if bias is None else own + bias
         options = AttentionOptions(bias=bias, scale=self.scale, dropout=_dropout(self))
-        query, key, value = _in_heads(_projected(self, x), self.num_heads)
-        output = attend(query, key, value, options)
+        output = attend_packed(_in_heads(_projected(self, x), self.num_heads), options)
         return self.proj_drop(self.proj(output.flatten(2)))
 
 
@@ -102,9 +99,9 @@ def _projected(layer: Any, x: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, layer.qkv.weight, bias)
 
 
-def _in_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """Query, key and value as views [batch, heads, tokens, head_dim]."""
-    return projected.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+def _in_heads(projected: Tensor, heads: int) -> Tensor:
+    """Query, key and value, a view [batch, tokens, 3, heads, head_dim]."""
+    return projected.unflatten(2, (3, heads, -1))
 
 
 def _dropout(layer: Any) -> float:

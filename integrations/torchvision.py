@@ -26,7 +26,8 @@ except ImportError as error:
     ) from error
 
 from megasoftmax.integrations.layers import Classes, model_patcher
-from megasoftmax.integrations.windows import attend_in_windows, cosine
+from megasoftmax.integrations.products import unpacked
+from megasoftmax.integrations.windows import attend_in_windows, attend_packed_in_windows, cosine
 
 
 class _Shifted:
@@ -48,20 +49,16 @@ class _Shifted:
             mask = _across_shift(padded_height, padded_width, (rows, columns), shift, x.device)
         windows = _partition(x, rows, columns)
         qkv = torch.nn.functional.linear(windows, self.qkv.weight, self._bias_of_qkv())
-        query, key, value = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        scale = (channels // heads) ** -0.5
+        packed = qkv.unflatten(2, (3, heads, -1))
+        dropout = self.attention_dropout if self.training else 0.0
+        options = self.get_relative_position_bias()[0], mask
         if isinstance(self, ShiftedWindowAttentionV2):
+            query, key, value = unpacked(packed)
             query, key = cosine(query, key, self.logit_scale)
-            scale = 1.0
-        output = attend_in_windows(
-            query,
-            key,
-            value,
-            self.get_relative_position_bias()[0],
-            mask,
-            scale=scale,
-            dropout=self.attention_dropout if self.training else 0.0,
-        )
+            output = attend_in_windows(query, key, value, *options, 1.0, dropout)
+        else:
+            scale = (channels // heads) ** -0.5
+            output = attend_packed_in_windows(packed, *options, scale, dropout)
         output = torch.nn.functional.dropout(self.proj(output), self.dropout, self.training)
         output = output.view(
             batch, padded_height // rows, padded_width // columns, rows, columns, channels

@@ -19,9 +19,9 @@ import math
 import torch
 from torch import Tensor
 
-from megasoftmax.autocast import as_autocast
-from megasoftmax.functions.attention import served_attention
-from megasoftmax.integrations.products import attend
+from megasoftmax.autocast import as_autocast, one_as_autocast
+from megasoftmax.functions.attention import served_attention, served_packed_attention
+from megasoftmax.integrations.products import attend, unpacked
 from megasoftmax.options import AttentionOptions
 
 _LARGEST_LOGIT_SCALE = math.log(100)
@@ -56,10 +56,7 @@ def attend_in_windows(
             shifted.
         scale, dropout: as in `megasoftmax.attention`.
     """
-    excluded = None
-    if mask is not None:
-        excluded = (mask if mask.dtype == torch.bool else mask != 0)[:, None]
-    options = AttentionOptions(bias=bias, mask=excluded, scale=scale, dropout=dropout)
+    options = _options(bias, mask, scale, dropout)
     output = served_attention(*as_autocast(query, key, value), options, repeats_mask=True)
     if output is None:
         if mask is not None:
@@ -67,6 +64,29 @@ def attend_in_windows(
         output = attend(query, key, value, options)
         output = output if mask is None else output.flatten(0, 1)
     return output.flatten(-2)
+
+
+def attend_packed_in_windows(
+    packed: Tensor, bias: Tensor, mask: Tensor | None, scale: float, dropout: float
+) -> Tensor:
+    """`attend_in_windows` of query, key and value in one tensor.
+
+    Args:
+        packed: [batch * windows, tokens, 3, heads, head_dim].
+        bias, mask, scale, dropout: as there.
+    """
+    options = _options(bias, mask, scale, dropout)
+    output = served_packed_attention(one_as_autocast(packed), options, repeats_mask=True)
+    if output is None:
+        return attend_in_windows(*unpacked(packed), bias, mask, scale, dropout)
+    return output.flatten(-2)
+
+
+def _options(bias: Tensor, mask: Tensor | None, scale: float, dropout: float) -> AttentionOptions:
+    excluded = None
+    if mask is not None:
+        excluded = (mask if mask.dtype == torch.bool else mask != 0)[:, None]
+    return AttentionOptions(bias=bias, mask=excluded, scale=scale, dropout=dropout)
 
 
 def bias_of_table(table: Tensor, index: Tensor) -> Tensor:
