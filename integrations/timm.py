@@ -8,7 +8,8 @@
         model(images)
 
 The bias by distance goes to attention as [heads, tokens, tokens] and gets its gradient, and masks
-of shifted windows as bool, see `windows`. timm's own fused attention, which Swin has only if it is
+of shifted windows as bool, see `windows`. Blocks move an image into windows and back by one copy
+each, where timm rolls, pads and cuts. timm's own fused attention, which Swin has only if it is
 asked for, expands both to [batch * windows, heads, tokens, tokens]. timm's parameters, state
 dictionaries and `set_input_size` stay as they are.
 """
@@ -31,6 +32,8 @@ from megasoftmax.integrations.windows import (
     bias_of_table,
     continuous_bias,
     cosine,
+    into_windows,
+    out_of_windows,
 )
 from megasoftmax.options import AttentionOptions
 
@@ -80,12 +83,40 @@ class MegasoftmaxBeitAttention(beit.Attention):
         return self.proj_drop(self.proj(output.flatten(2)))
 
 
+class _Block:
+    """What the blocks of both versions of Swin do around attention."""
+
+    def _attn(self: Any, x: Tensor) -> Tensor:
+        height, width = x.shape[1:3]
+        window, shift = self.window_size, self.shift_size
+        if height % window[0] or width % window[1]:
+            padded: Tensor = super()._attn(x)  # type: ignore[misc]
+            return padded
+        mask = self.get_attn_mask(x) if self.dynamic_mask else self.attn_mask
+        windows = self.attn(into_windows(x, window, shift), mask=mask)
+        return out_of_windows(windows, x.shape, window, shift)
+
+
+class MegasoftmaxSwinTransformerBlock(_Block, swin_transformer.SwinTransformerBlock):
+    """Swin's."""
+
+
+class MegasoftmaxSwinTransformerV2Block(_Block, swin_transformer_v2.SwinTransformerV2Block):
+    """That of Swin V2."""
+
+
 LAYERS: Classes = {
     swin_transformer.WindowAttention: MegasoftmaxWindowAttention,
     swin_transformer_v2.WindowAttention: MegasoftmaxWindowAttentionV2,
     beit.Attention: MegasoftmaxBeitAttention,
 }
-patch_model = model_patcher(LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads)
+BLOCKS: Classes = {
+    swin_transformer.SwinTransformerBlock: MegasoftmaxSwinTransformerBlock,
+    swin_transformer_v2.SwinTransformerV2Block: MegasoftmaxSwinTransformerV2Block,
+}
+patch_model = model_patcher(
+    LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads, around=BLOCKS
+)
 """See `layers.model_patcher`: lets the layers of `LAYERS` in a model run megasoftmax."""
 
 
