@@ -7,6 +7,7 @@ softmax, matmul.
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,11 @@ class PatchedLayers(Reports, Patched):
     """What one call of a `patch_model` has changed; a context manager."""
 
     def __init__(
-        self, model: torch.nn.Module, classes: Classes, head_dim: Callable[[Any], int]
+        self,
+        model: torch.nn.Module,
+        classes: Classes,
+        head_dim: Callable[[Any], int],
+        around: Classes,
     ) -> None:
         kinds: tuple[type[torch.nn.Module], ...] = tuple(classes)
         self._layers = {
@@ -32,10 +37,11 @@ class PatchedLayers(Reports, Patched):
         }
         self._classes = classes
         self._head_dim = head_dim
+        changed = {**classes, **around}
         super().__init__(
-            Change(layer, "__class__", classes[type(layer)], name)
-            for name, layer in self._layers.items()
-            if type(layer) in classes and not self._why_left(layer)
+            Change(module, "__class__", changed[type(module)], name)
+            for name, module in model.named_modules()
+            if type(module) in changed and not _why_left(module, changed)
         )
 
     @property
@@ -48,7 +54,7 @@ class PatchedLayers(Reports, Patched):
         return {name: self._served(layer) for name, layer in self._layers.items()}
 
     def _served(self, layer: torch.nn.Module) -> Served:
-        if why := self._why_left(layer):
+        if why := _why_left(layer, self._classes):
             return Served("unchanged", why)
         if type(layer) in self._classes:
             return Served("unchanged", "not patched")
@@ -56,23 +62,25 @@ class PatchedLayers(Reports, Patched):
         reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
         return Served.by(reasons, otherwise="softmax")
 
-    def _why_left(self, layer: torch.nn.Module) -> str:
-        """Why a layer cannot be patched; empty: it can."""
-        if is_disabled():
-            return "MEGASOFTMAX_DISABLE=1"
-        if type(layer) not in (*self._classes, *self._classes.values()):
-            return f"its class {type(layer).__name__} is a subclass of one that would be replaced"
-        return "its forward was replaced" if "forward" in vars(layer) else ""
+
+def _why_left(layer: torch.nn.Module, classes: Classes) -> str:
+    """Why a layer cannot be patched; empty: it can."""
+    if is_disabled():
+        return "MEGASOFTMAX_DISABLE=1"
+    if type(layer) not in (*classes, *classes.values()):
+        return f"its class {type(layer).__name__} is a subclass of one that would be replaced"
+    return "its forward was replaced" if "forward" in vars(layer) else ""
 
 
 def model_patcher(
-    classes: Classes, head_dim: Callable[[Any], int]
+    classes: Classes, head_dim: Callable[[Any], int], around: Classes = MappingProxyType({})
 ) -> Callable[[torch.nn.Module], PatchedLayers]:
     """The `patch_model` of a library.
 
     Args:
         classes: see `Classes`.
         head_dim: of a layer.
+        around: classes of what has such layers and is replaced too. Reports leave it out.
     """
 
     def patch_model(model: torch.nn.Module) -> PatchedLayers:
@@ -91,7 +99,7 @@ def model_patcher(
         """
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model: expected a module, got {type(model).__name__}")
-        patched = PatchedLayers(model, classes, head_dim)
+        patched = PatchedLayers(model, classes, head_dim, around)
         if not patched.report:
             names = ", ".join(f"{each.__module__}.{each.__qualname__}" for each in classes)
             raise ValueError(

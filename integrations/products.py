@@ -6,8 +6,13 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax.autocast import as_autocast
-from megasoftmax.functions.attention import AttentionCall, served_attention, serves_attention
+from megasoftmax.autocast import as_autocast, one_as_autocast
+from megasoftmax.functions.attention import (
+    AttentionCall,
+    served_attention,
+    served_packed_attention,
+    serves_attention,
+)
 from megasoftmax.functions.torch_sdpa import reasons_against_sdpa
 from megasoftmax.options import AttentionOptions
 
@@ -67,6 +72,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
             lambda scores: probabilities(scores, options, options.scale, value.dtype),
         )
     return output.transpose(-3, -2)
+
+
+def attend_packed(packed: Tensor, options: AttentionOptions) -> Tensor:
+    """`attend` of query, key and value in one tensor [batch, tokens, 3, heads, head_dim]."""
+    served = served_packed_attention(one_as_autocast(packed), options)
+    return attend(*unpacked(packed), options) if served is None else served
+
+
+def unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as views [batch, heads, tokens, head_dim]."""
+    query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value
 
 
 def probabilities(

@@ -8,7 +8,8 @@
         model(images)
 
 The bias by distance goes to attention as [heads, tokens, tokens] and gets its gradient, and masks
-of shifted windows as bool, see `windows`. timm's own fused attention, which Swin has only if it is
+of shifted windows as bool, see `windows`. Blocks move an image into windows and back by one copy
+each, where timm rolls, pads and cuts. timm's own fused attention, which Swin has only if it is
 asked for, expands both to [batch * windows, heads, tokens, tokens]. timm's parameters, state
 dictionaries and `set_input_size` stay as they are.
 """
@@ -24,12 +25,15 @@ except ImportError as error:
     raise ImportError("timm: expected 1.0.31 or later; pip install timm") from error
 
 from megasoftmax.integrations.layers import Classes, model_patcher
-from megasoftmax.integrations.products import attend
+from megasoftmax.integrations.products import attend_packed, unpacked
 from megasoftmax.integrations.windows import (
     attend_in_windows,
+    attend_packed_in_windows,
     bias_of_table,
     continuous_bias,
     cosine,
+    into_windows,
+    out_of_windows,
 )
 from megasoftmax.options import AttentionOptions
 
@@ -38,11 +42,8 @@ class MegasoftmaxWindowAttention(swin_transformer.WindowAttention):
     """Swin's."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key, value = _in_heads(self.qkv(x), self.num_heads)
-        output = attend_in_windows(
-            query,
-            key,
-            value,
+        output = attend_packed_in_windows(
+            _in_heads(self.qkv(x), self.num_heads),
             bias_of_table(self.relative_position_bias_table, self.relative_position_index),
             mask,
             scale=self.scale,
@@ -55,7 +56,7 @@ class MegasoftmaxWindowAttentionV2(swin_transformer_v2.WindowAttention):
     """That of Swin V2."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key, value = _in_heads(_projected(self, x), self.num_heads)
+        query, key, value = unpacked(_in_heads(_projected(self, x), self.num_heads))
         query, key = cosine(query, key, self.logit_scale)
         output = attend_in_windows(
             query,
@@ -78,9 +79,30 @@ class MegasoftmaxBeitAttention(beit.Attention):
             own = bias_of_table(self.relative_position_bias_table, self.relative_position_index)
             bias = own if bias is None else own + bias
         options = AttentionOptions(bias=bias, scale=self.scale, dropout=_dropout(self))
-        query, key, value = _in_heads(_projected(self, x), self.num_heads)
-        output = attend(query, key, value, options)
+        output = attend_packed(_in_heads(_projected(self, x), self.num_heads), options)
         return self.proj_drop(self.proj(output.flatten(2)))
+
+
+class _Block:
+    """What the blocks of both versions of Swin do around attention."""
+
+    def _attn(self: Any, x: Tensor) -> Tensor:
+        height, width = x.shape[1:3]
+        window, shift = self.window_size, self.shift_size
+        if height % window[0] or width % window[1]:
+            padded: Tensor = super()._attn(x)  # type: ignore[misc]
+            return padded
+        mask = self.get_attn_mask(x) if self.dynamic_mask else self.attn_mask
+        windows = self.attn(into_windows(x, window, shift), mask=mask)
+        return out_of_windows(windows, x.shape, window, shift)
+
+
+class MegasoftmaxSwinTransformerBlock(_Block, swin_transformer.SwinTransformerBlock):
+    """Swin's."""
+
+
+class MegasoftmaxSwinTransformerV2Block(_Block, swin_transformer_v2.SwinTransformerV2Block):
+    """That of Swin V2."""
 
 
 LAYERS: Classes = {
@@ -88,7 +110,13 @@ LAYERS: Classes = {
     swin_transformer_v2.WindowAttention: MegasoftmaxWindowAttentionV2,
     beit.Attention: MegasoftmaxBeitAttention,
 }
-patch_model = model_patcher(LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads)
+BLOCKS: Classes = {
+    swin_transformer.SwinTransformerBlock: MegasoftmaxSwinTransformerBlock,
+    swin_transformer_v2.SwinTransformerV2Block: MegasoftmaxSwinTransformerV2Block,
+}
+patch_model = model_patcher(
+    LAYERS, lambda layer: layer.qkv.out_features // 3 // layer.num_heads, around=BLOCKS
+)
 """See `layers.model_patcher`: lets the layers of `LAYERS` in a model run megasoftmax."""
 
 
@@ -102,9 +130,9 @@ def _projected(layer: Any, x: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, layer.qkv.weight, bias)
 
 
-def _in_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """Query, key and value as views [batch, heads, tokens, head_dim]."""
-    return projected.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+def _in_heads(projected: Tensor, heads: int) -> Tensor:
+    """Query, key and value, a view [batch, tokens, 3, heads, head_dim]."""
+    return projected.unflatten(2, (3, heads, -1))
 
 
 def _dropout(layer: Any) -> float:

@@ -26,7 +26,15 @@ except ImportError as error:
     ) from error
 
 from megasoftmax.integrations.layers import Classes, model_patcher
-from megasoftmax.integrations.windows import attend_in_windows, cosine
+from megasoftmax.integrations.products import unpacked
+from megasoftmax.integrations.windows import (
+    attend_in_windows,
+    attend_packed_in_windows,
+    cosine,
+    cut,
+    into_windows,
+    out_of_windows,
+)
 
 
 class _Shifted:
@@ -35,8 +43,10 @@ class _Shifted:
     def forward(self: "ShiftedWindowAttention", x: Tensor) -> Tensor:
         height, width = x.shape[1:3]
         (rows, columns), heads = self.window_size, self.num_heads
-        x = torch.nn.functional.pad(x, (0, 0, 0, -width % columns, 0, -height % rows))
-        batch, padded_height, padded_width, channels = x.shape
+        if height % rows or width % columns:
+            x = torch.nn.functional.pad(x, (0, 0, 0, -width % columns, 0, -height % rows))
+        padded = x.shape
+        _, padded_height, padded_width, channels = padded
         # A window as large as the image is not shifted.
         shift = (
             self.shift_size[0] if rows < padded_height else 0,
@@ -44,31 +54,21 @@ class _Shifted:
         )
         mask = None
         if any(shift):
-            x = torch.roll(x, (-shift[0], -shift[1]), (1, 2))
             mask = _across_shift(padded_height, padded_width, (rows, columns), shift, x.device)
-        windows = _partition(x, rows, columns)
+        windows = into_windows(x, (rows, columns), shift)
         qkv = torch.nn.functional.linear(windows, self.qkv.weight, self._bias_of_qkv())
-        query, key, value = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        scale = (channels // heads) ** -0.5
+        packed = qkv.unflatten(2, (3, heads, -1))
+        dropout = self.attention_dropout if self.training else 0.0
+        options = self.get_relative_position_bias()[0], mask
         if isinstance(self, ShiftedWindowAttentionV2):
+            query, key, value = unpacked(packed)
             query, key = cosine(query, key, self.logit_scale)
-            scale = 1.0
-        output = attend_in_windows(
-            query,
-            key,
-            value,
-            self.get_relative_position_bias()[0],
-            mask,
-            scale=scale,
-            dropout=self.attention_dropout if self.training else 0.0,
-        )
+            output = attend_in_windows(query, key, value, *options, 1.0, dropout)
+        else:
+            scale = (channels // heads) ** -0.5
+            output = attend_packed_in_windows(packed, *options, scale, dropout)
         output = torch.nn.functional.dropout(self.proj(output), self.dropout, self.training)
-        output = output.view(
-            batch, padded_height // rows, padded_width // columns, rows, columns, channels
-        )
-        output = output.transpose(2, 3).reshape(batch, padded_height, padded_width, channels)
-        if any(shift):
-            output = torch.roll(output, shift, (1, 2))
+        output = out_of_windows(output, padded, (rows, columns), shift)
         return output[:, :height, :width].contiguous()
 
     def _bias_of_qkv(self: "ShiftedWindowAttention") -> Tensor | None:
@@ -97,13 +97,6 @@ patch_model = model_patcher(LAYERS, lambda layer: layer.qkv.out_features // 3 //
 """See `layers.model_patcher`: lets the layers of `LAYERS` in a model run megasoftmax."""
 
 
-def _partition(x: Tensor, rows: int, columns: int) -> Tensor:
-    """[batch, height, width, channels] as [batch * windows, rows * columns, channels], a copy."""
-    batch, height, width, channels = x.shape
-    x = x.view(batch, height // rows, rows, width // columns, columns, channels)
-    return x.transpose(2, 3).reshape(-1, rows * columns, channels)
-
-
 def _across_shift(
     height: int,
     width: int,
@@ -117,5 +110,5 @@ def _across_shift(
         position = torch.arange(size, device=device)
         regions.append((position >= size - length).int() + (position >= size - moved))
     region = regions[0][:, None] * 3 + regions[1]
-    region = _partition(region[None, :, :, None], *window)[:, :, 0]
+    region = cut(region[None, :, :, None], window)[:, :, 0]
     return region[:, :, None] != region[:, None, :]

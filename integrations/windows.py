@@ -12,20 +12,119 @@ and float32 rounds at 6e-8. Every token sees itself, so that no row is excluded 
 an excluded score is larger than that, the models attend across the border of the shift, and
 megasoftmax does not. The scores of Swin V2 are at most twice its logit scale plus 16 apart. With a
 logit scale below 29 the results are the same for certain; models begin with 10, and clamp at 100.
+
+Around attention the models roll an image and cut it into windows, by two copies or three, and back
+by as many. Here each way is one copy of whole tokens by an index, `into_windows` and
+`out_of_windows`. An index has 8 bytes for each token.
 """
 
 import math
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from megasoftmax.autocast import as_autocast
-from megasoftmax.functions.attention import served_attention
-from megasoftmax.integrations.products import attend
+from megasoftmax.autocast import as_autocast, one_as_autocast
+from megasoftmax.functions.attention import served_attention, served_packed_attention
+from megasoftmax.integrations.products import attend, unpacked
 from megasoftmax.options import AttentionOptions
+from megasoftmax.tracing import PLAIN, may_keep
 
 _LARGEST_LOGIT_SCALE = math.log(100)
+_KEPT = 32  # indices: two for each stage of a model and each size of a batch
 _LARGEST_EMBEDDED = 55  # tokens: the gradient of more than 3072 embeddings sorts them
+
+
+Size = tuple[int, int]
+"""Rows and columns."""
+
+
+def into_windows(image: Tensor, window: Size, shift: Size) -> Tensor:
+    """[batch * windows, tokens, channels] from [batch, height, width, channels].
+
+    Args:
+        image: any strides. Its height and width are multiples of those of the window.
+        window: its rows and columns.
+        shift: how far the windows begin from the image's upper left corner, as rows and columns.
+            What goes beyond the lower right corner goes on at the upper left one.
+    """
+    indices = _indices(image, image.shape[:3], window, shift)
+    if indices is None:
+        return cut(_rolled(image, (-shift[0], -shift[1])), window)
+    moved: Tensor = _Moved.apply(image, *indices)
+    return moved.view(-1, window[0] * window[1], image.shape[-1])
+
+
+def out_of_windows(tokens: Tensor, image: torch.Size, window: Size, shift: Size) -> Tensor:
+    """What `into_windows` did, undone: an image [batch, height, width, channels].
+
+    Args:
+        tokens: [batch * windows, tokens, channels].
+        image: the size of the image; channels are those of the tokens.
+        window, shift: as given to `into_windows`.
+    """
+    batch, height, width = image[:3]
+    indices = _indices(tokens, image[:3], window, shift)
+    if indices is None:
+        grid = height // window[0], width // window[1]
+        tokens = tokens.unflatten(1, window).unflatten(0, (batch, *grid)).transpose(2, 3)
+        return _rolled(tokens.reshape(batch, height, width, -1), shift)
+    order, inverse = indices
+    moved: Tensor = _Moved.apply(tokens, inverse, order)
+    return moved.view(batch, height, width, tokens.shape[-1])
+
+
+class _Moved(torch.autograd.Function):
+    """Tokens [tokens, channels] in another order, of [..., channels].
+
+    The gradient is moved back. That of torch's indexing would add up what has the same index.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse, order)
+        ctx.shape = tensor.shape
+        return tensor.reshape(-1, tensor.shape[-1]).index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _Moved.apply(gradient, *ctx.saved_tensors).view(ctx.shape), None, None
+
+
+def _indices(
+    tensor: Tensor, image: torch.Size, window: Size, shift: Size
+) -> tuple[Tensor, Tensor] | None:
+    """The token at each place of the windows, and its inverse.
+
+    None where calls are traced or transformed, so that torch's own ops are to be seen.
+    """
+    device = tensor.device
+    is_plain = type(tensor) in PLAIN and forward_ad._current_level < 0 and may_keep(device)
+    return _kept_indices(image, tuple(window), tuple(shift), device) if is_plain else None
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept_indices(
+    image: torch.Size, window: Size, shift: Size, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # a training may use them later
+        tokens = torch.arange(image.numel(), device=device).view(*image, 1)
+        order = cut(_rolled(tokens, (-shift[0], -shift[1])), window).flatten()
+        return order, order.argsort()
+
+
+def _rolled(image: Tensor, shift: Size) -> Tensor:
+    return torch.roll(image, shift, (1, 2)) if any(shift) else image
+
+
+def cut(image: Tensor, window: Size) -> Tensor:
+    """`into_windows` without a shift, by torch's own copy."""
+    batch, height, width, channels = image.shape
+    rows, columns = window
+    image = image.view(batch, height // rows, rows, width // columns, columns, channels)
+    return image.transpose(2, 3).reshape(-1, rows * columns, channels)
 
 
 def in_windows(tensor: Tensor, mask: Tensor) -> Tensor:
@@ -56,10 +155,7 @@ def attend_in_windows(
             shifted.
         scale, dropout: as in `megasoftmax.attention`.
     """
-    excluded = None
-    if mask is not None:
-        excluded = (mask if mask.dtype == torch.bool else mask != 0)[:, None]
-    options = AttentionOptions(bias=bias, mask=excluded, scale=scale, dropout=dropout)
+    options = _options(bias, mask, scale, dropout)
     output = served_attention(*as_autocast(query, key, value), options, repeats_mask=True)
     if output is None:
         if mask is not None:
@@ -67,6 +163,29 @@ def attend_in_windows(
         output = attend(query, key, value, options)
         output = output if mask is None else output.flatten(0, 1)
     return output.flatten(-2)
+
+
+def attend_packed_in_windows(
+    packed: Tensor, bias: Tensor, mask: Tensor | None, scale: float, dropout: float
+) -> Tensor:
+    """`attend_in_windows` of query, key and value in one tensor.
+
+    Args:
+        packed: [batch * windows, tokens, 3, heads, head_dim].
+        bias, mask, scale, dropout: as there.
+    """
+    options = _options(bias, mask, scale, dropout)
+    output = served_packed_attention(one_as_autocast(packed), options, repeats_mask=True)
+    if output is None:
+        return attend_in_windows(*unpacked(packed), bias, mask, scale, dropout)
+    return output.flatten(-2)
+
+
+def _options(bias: Tensor, mask: Tensor | None, scale: float, dropout: float) -> AttentionOptions:
+    excluded = None
+    if mask is not None:
+        excluded = (mask if mask.dtype == torch.bool else mask != 0)[:, None]
+    return AttentionOptions(bias=bias, mask=excluded, scale=scale, dropout=dropout)
 
 
 def bias_of_table(table: Tensor, index: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     """In the types that torch's scaled_dot_product_attention gives them under autocast."""
     if not torch._C._is_any_autocast_enabled():
         return query, key, value
-    return _as_autocast(query), _as_autocast(key), _as_autocast(value)
+    return one_as_autocast(query), one_as_autocast(key), one_as_autocast(value)
 
 
-def _as_autocast(tensor: Tensor) -> Tensor:
+def one_as_autocast(tensor: Tensor) -> Tensor:
+    """Likewise of one tensor."""
     dtype = autocast_dtype(tensor)
     return tensor if dtype is None else tensor.to(dtype)

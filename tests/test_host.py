@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import megasoftmax
 from megasoftmax import dispatch, host
 from megasoftmax.build import library
-from megasoftmax.functions.attention import served_attention
-from megasoftmax.integrations.products import runs_fused
+from megasoftmax.functions.attention import served_attention, served_packed_attention
+from megasoftmax.integrations.products import runs_fused, unpacked
 from megasoftmax.ops.registration import NAMESPACE
 from megasoftmax.options import AttentionOptions
 
@@ -650,6 +650,104 @@ def test_masks_of_windows(windows: int, served: list[bool]) -> None:
         assert one.equal(other)
     served.clear()
     assert (served_attention(*leaves[:3], options) is None) == (windows not in (1, 6))
+
+
+def packed_attention(name: str) -> tuple[list[Tensor], AttentionOptions]:
+    """[packed, what else has a gradient], and options, of 6 examples of 5 tokens."""
+    packed = normal(6, 5, 3, 4, 8, dtype=torch.bfloat16)
+    bias, sink = normal(4, 5, 5), normal(4)
+    options: dict[str, Any] = {
+        "plain": {},
+        "bias": {"bias": bias},
+        "windows": {"bias": bias, "mask": bools(3, 1, 5, 5)},
+        "sink": {"bias": bias, "sink": sink, "causal": True},
+        "dropout": {"dropout": 0.25, "seed": torch.tensor([7])},
+    }[name]
+    return [packed, *(options[each] for each in ("bias", "sink") if each in options)], (
+        AttentionOptions(**options)
+    )
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("name", ["plain", "bias", "windows", "sink", "dropout"])
+def test_packed_query_key_and_value(name: str, twice: bool, served: list[bool]) -> None:
+    """Bits of three tensors, also where the backward pass goes through Python."""
+    leaves, options = packed_attention(name)
+    found = served_packed_attention(leaves[0], options, repeats_mask=True)
+    expected = served_attention(*unpacked(leaves[0]), options, repeats_mask=True)
+    assert served == [True, True]
+    assert found is not None
+    assert expected is not None
+    assert found.equal(expected)
+    assert (found.is_contiguous(), found._is_view()) == (True, False)
+    gradients, wanted = (
+        torch.autograd.grad(each.float().sin().sum(), leaves, create_graph=twice)
+        for each in (found, expected)
+    )
+    for one, other in zip(gradients, wanted, strict=True):
+        assert one.equal(other)
+    assert gradients[0].is_contiguous()
+
+
+def test_packed_gradient_is_that_of_the_op(
+    served: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy is made of it."""
+    leaves, options = packed_attention("windows")
+    found = served_packed_attention(leaves[0], options, repeats_mask=True)
+    assert found is not None
+    returned = []
+    stack = torch.stack
+
+    def noting(*args: Any) -> Tensor:
+        returned.append(stack(*args))
+        return returned[-1]
+
+    monkeypatch.setattr(torch, "stack", noting)
+    (gradient,) = torch.autograd.grad(found, leaves[:1], torch.randn_like(found))
+    assert [each.data_ptr() for each in returned] == [gradient.data_ptr()]
+    assert served == [True]
+
+
+def test_packed_gradients_of_one_argument(served: list[bool]) -> None:
+    leaves, options = packed_attention("bias")
+    for leaf in leaves:
+        found = served_packed_attention(leaves[0], options)
+        assert found is not None
+        (gradient,) = torch.autograd.grad(found.float().sum(), leaf)
+        others = [each for each in leaves if each is not leaf]
+        for each in others:
+            each.requires_grad_(False)
+        found = served_packed_attention(leaves[0], options)
+        assert found is not None
+        assert torch.autograd.grad(found.float().sum(), leaf)[0].equal(gradient)
+        for each in others:
+            each.requires_grad_(True)
+    with torch.no_grad():
+        without = served_packed_attention(leaves[0], options)
+    assert without is not None
+    assert without.equal(found.detach())
+    assert all(served)
+
+
+def test_many_packed_gradients_at_a_time(served: list[bool]) -> None:
+    leaves, options = packed_attention("windows")
+    found = served_packed_attention(leaves[0], options, repeats_mask=True)
+    assert found is not None
+    weights = torch.randn(2, *found.shape, dtype=found.dtype)
+    together = torch.autograd.grad(found, leaves, weights, retain_graph=True, is_grads_batched=True)
+    for i, each in enumerate(weights):
+        alone = torch.autograd.grad(found, leaves, each, retain_graph=True)
+        torch.testing.assert_close([one[i] for one in together], [*alone])
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 2, 4, 8), (6, 5, 4, 8), (2, 6, 5, 3, 4, 8)])
+def test_packed_tensors_of_other_shapes(shape: tuple[int, ...], served: list[bool]) -> None:
+    packed = torch.randn(shape, dtype=torch.bfloat16)
+    assert served_packed_attention(packed, AttentionOptions()) is None
+    with pytest.raises(TypeError, match="key: expected a tensor"):
+        megasoftmax.attention(torch.randn(6, 5, 3, 4, 8), None, None)  # type: ignore[call-overload]
+    assert not any(served)
 
 
 @pytest.mark.parametrize("tensor", [0, 1, 2])

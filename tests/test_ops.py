@@ -172,6 +172,27 @@ def test_gradients_lie_as_their_tensors(case, device):
         assert gradient.stride() == torch.empty_like(tensor).stride()
 
 
+@pytest.mark.parametrize("head_dim", [32, 20])
+def test_packed_gradients(head_dim, device):
+    """Those of three tensors, in one. Where its rows are not aligned, kernels write copies."""
+    draw = draw_on(device, "attention")
+    packed = draw.floats((6, 49, 3, 2, head_dim)).detach()
+    query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    bias, mask = draw.floats((1, 2, 49, 49)).detach(), draw.mask((3, 1, 49, 49))
+    options = (bias, mask, 0.3, 0.0, False, -1, -1, None, None, False, None, None, None, 1, 0.0)
+    options = (*options, None, False)
+    output, statistics = attention_forward(query, key, value, *options)
+    arguments = torch.randn_like(output), None, query, key, value, output, statistics, *options
+    arguments = (*arguments, True, False, True)
+    *expected, d_bias, _ = attention_backward(*arguments)
+    found, found_bias, _ = ops.attention.backward_packed(*arguments)
+    assert found.is_contiguous()
+    assert found.shape == packed.shape
+    parts = found.permute(2, 0, 3, 1, 4).unbind(0)
+    torch.testing.assert_close([*parts, found_bias], [*expected, d_bias], rtol=0, atol=0)
+    torch.library.opcheck(ops.attention.backward_packed, arguments)
+
+
 def with_derivatives(family, op, given):
     """The op as a function of what requires gradients.
 

@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from einops import rearrange
 from inputs import record_calls
 
 pytest.importorskip("transformers")
@@ -28,11 +29,11 @@ from transformers.models.maskformer.modeling_maskformer_swin import (
     MaskFormerSwinModel,
 )
 
-from megasoftmax.integrations import products, vision
+from megasoftmax.integrations import products, vision, windows
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.names import NAMES
 from megasoftmax.integrations.patching import patch_model
-from megasoftmax.integrations.windows import attend_in_windows
+from megasoftmax.integrations.windows import attend_in_windows, into_windows, out_of_windows
 
 BATCH, IMAGE, WINDOW, HEADS = 2, 16, 4, 2
 _SWIN = {
@@ -149,6 +150,52 @@ def test_excluded_scores_that_are_much_larger(gap, same, calls):
     assert torch.equal(bool_mask, actual)
 
 
+# From images to windows and back
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("shift", [(0, 0), (1, 2)])
+def test_tokens_move_into_windows_and_back(shift, keeps, monkeypatch):
+    monkeypatch.setattr(windows, "may_keep", lambda device: keeps)
+    image = torch.randn(2, 6, 8, 3, dtype=torch.float64, requires_grad=True)
+    rolled = torch.roll(image, (-shift[0], -shift[1]), (1, 2))
+    expected = rearrange(rolled, "b (h r) (w c) d -> (b h w) (r c) d", r=3, c=4)
+    found = into_windows(image, (3, 4), shift)
+    assert found.equal(expected)
+    assert out_of_windows(found, image.shape, (3, 4), shift).equal(image)
+    strided = torch.randn(5, 4, 12, 2, dtype=torch.float64).transpose(0, 3)[..., :3]
+    for weights in (strided.transpose(1, 2).reshape_as(found), torch.ones(()).expand_as(found)):
+        gradients = [
+            torch.autograd.grad(each, image, weights.to(each.dtype), retain_graph=True)
+            for each in (found, expected)
+        ]
+        assert gradients[0][0].equal(gradients[1][0])
+
+    def there_and_back(image):
+        return out_of_windows(into_windows(image, (3, 4), shift).sin(), image.shape, (3, 4), shift)
+
+    assert there_and_back(image).allclose(image.sin())
+    assert torch.autograd.gradcheck(there_and_back, image, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(there_and_back, image)
+
+
+def test_tokens_move_in_compiled_and_transformed_calls():
+    image, size = torch.randn(2, 6, 8, 3), ((3, 4), (1, 2))
+    expected = into_windows(image, *size)
+    compiled = torch.compile(into_windows, backend="eager", fullgraph=True)
+    assert compiled(image, *size).equal(expected)
+    assert torch.vmap(lambda each: into_windows(each, *size))(image[None])[0].equal(expected)
+    _, tangent = torch.func.jvp(lambda each: into_windows(each, *size), (image,), (image,))
+    assert tangent.equal(expected)
+    with torch.inference_mode():
+        other = into_windows(torch.cat([image] * 2), *size)
+    twice = torch.cat([image] * 2).requires_grad_()
+    found = into_windows(twice, *size)  # by what was kept in inference mode
+    assert found.equal(other)
+    found.sum().backward()
+    assert twice.grad.eq(1).all()
+
+
 # transformers
 
 
@@ -254,6 +301,24 @@ def test_model_of_timm_trains_as_before(name, dropout, calls, monkeypatch):
     assert ours.state_dict().keys() == own.state_dict().keys()
     patched.unpatch()
     assert [type(module) for module in ours.modules()] == [type(module) for module in own.modules()]
+
+
+@pytest.mark.parametrize("size", [(64, 64), (64, 32), (52, 44)])
+@pytest.mark.parametrize("name", [name for name in TIMM if "swin" in name])
+def test_blocks_of_timm_move_tokens_by_one_copy(name, size, monkeypatch):
+    """Windows of 4 x 4 of grids of 16 x 16, of 16 x 8, and of 13 x 11, which is padded."""
+    timm = import_or_skip("timm")
+    adapter = importlib.import_module("megasoftmax.integrations.timm")
+    options = _OF_SWIN | {"num_classes": 7, "drop_path_rate": 0.0, "strict_img_size": False}
+    own = with_large_weights(timm.create_model(name, **options)).double()
+    ours = copy.deepcopy(own)
+    images = torch.randn(BATCH, 3, *size, dtype=torch.float64)
+    with adapter.patch_model(ours):
+        assert_same_step(ours, own, images)
+        if size == (52, 44):
+            return
+        monkeypatch.setattr(torch, "roll", lambda *given: pytest.fail("rolled"))
+        ours(images).sum().backward()
 
 
 @pytest.mark.parametrize("size", [(64, 64), (56, 40)])

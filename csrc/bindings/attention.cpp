@@ -1,5 +1,5 @@
-// megasoftmax::attention_forward, attention_backward, attention_merge and tile_note for CUDA
-// tensors. Schemas are defined in megasoftmax/ops/attention.py.
+// megasoftmax::attention_forward, attention_backward, attention_backward_packed, attention_merge
+// and tile_note for CUDA tensors. Schemas are defined in megasoftmax/ops/attention.py.
 
 #include "../attention/attention.h"
 
@@ -331,20 +331,20 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   return {std::move(output), std::move(statistics)};
 }
 
-// A gradient laid out as empty_like(tensor), and the aligned rows that kernels write in its place.
+// A new gradient, and the aligned rows that kernels write in its place.
 class Gradient {
  public:
-  // `taken`: the tensor, or the copy that kernels take in its place.
-  Gradient(const Tensor& tensor, const Tensor& taken)
-      : result_(torch::stable::empty_like(tensor)), rows_(result_) {
+  // `taken`: what kernels take in place of the tensor whose gradient this is.
+  Gradient(const Tensor& result, const Tensor& taken) : result_(result), rows_(result) {
     // empty_like of a tensor with strides of 0 may not put the columns last.
-    if (taken.size(3) != tensor.size(3) || !has_aligned_rows(result_))
-      rows_ = new_tensor(sizes_of(taken), tensor.scalar_type(), tensor);
+    if (taken.size(3) != result.size(3) || !has_aligned_rows(result))
+      rows_ = new_tensor(sizes_of(taken), result.scalar_type(), result);
   }
 
   // What kernels write.
   Strided rows() const { return rows_of(rows_); }
-  // What they wrote, laid out as empty_like(tensor) is.
+  void set_to_zero() { torch::stable::zero_(rows_); }
+  // What they wrote.
   Tensor result() {
     if (rows_.data_ptr() != result_.data_ptr())
       torch::stable::copy_(result_, torch::stable::narrow(rows_, 3, 0, result_.size(3)));
@@ -374,14 +374,29 @@ Tensor sum_of_shared(const Tensor& of_heads, const Tensor& bias) {
                            bias.scalar_type());
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Tensor output_gradient, std::optional<Tensor> lse_gradient, Tensor query, Tensor key,
-    Tensor value, Tensor output, Tensor statistics, std::optional<Tensor> bias,
-    std::optional<Tensor> mask, double scale, double softcap, bool causal, int64_t window_left,
-    int64_t window_right, std::optional<Tensor> sink, std::optional<double> sink_value,
-    bool relative, std::optional<Tensor> first, std::optional<Tensor> end,
-    std::optional<Tensor> note, int64_t block, double dropout, std::optional<Tensor> seed,
-    bool tf32, bool bias_gradient, bool sink_gradient, bool deterministic) {
+// Query, key or value [batches, heads, tokens, columns], a view of a contiguous tensor
+// [batches, tokens, 3, heads, columns].
+Tensor part_of(const Tensor& packed, int64_t which) {
+  const std::array<int64_t, 4> sizes{packed.size(0), packed.size(3), packed.size(1),
+                                     packed.size(4)},
+      strides{packed.stride(0), packed.stride(3), packed.stride(1), 1};
+  AtenTensorHandle handle = nullptr;
+  check_torch(aoti_torch__reinterpret_tensor(packed.get(), 4, sizes.data(), strides.data(),
+                                             which * packed.stride(2), &handle));
+  return Tensor(handle);
+}
+
+// Gradients of query, key, value, bias and sink. If `kIsPacked`, those of query, key and value are
+// one tensor [batches, tokens, 3, heads, columns]. Else each is laid out as empty_like gives it.
+template <bool kIsPacked>
+auto backward(Tensor output_gradient, std::optional<Tensor> lse_gradient, Tensor query, Tensor key,
+              Tensor value, Tensor output, Tensor statistics, std::optional<Tensor> bias,
+              std::optional<Tensor> mask, double scale, double softcap, bool causal,
+              int64_t window_left, int64_t window_right, std::optional<Tensor> sink,
+              std::optional<double> sink_value, bool relative, std::optional<Tensor> first,
+              std::optional<Tensor> end, std::optional<Tensor> note, int64_t block, double dropout,
+              std::optional<Tensor> seed, bool tf32, bool bias_gradient, bool sink_gradient,
+              bool deterministic) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   check_capability();
   const Inputs inputs(query, key, value);
@@ -414,8 +429,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   params.output = rows_of(results);
   params.output_gradient = rows_of(gradients);
 
-  Gradient query_gradient(query, inputs.query), key_gradient(key, inputs.key),
-      value_gradient(value, inputs.value);
+  Tensor packed;
+  if constexpr (kIsPacked) {
+    for (const Tensor* each : {&key, &value})
+      check(sizes_of(*each) == sizes_of(query), "query, key and value must have one shape");
+    packed = new_tensor({params.batches, params.queries, 3, params.heads, query.size(3)},
+                        query.scalar_type(), query);
+  }
+  const auto gradient_of = [&](const Tensor& tensor, const Tensor& taken, int64_t which) {
+    return Gradient(kIsPacked ? part_of(packed, which) : torch::stable::empty_like(tensor), taken);
+  };
+  Gradient query_gradient = gradient_of(query, inputs.query, 0),
+           key_gradient = gradient_of(key, inputs.key, 1),
+           value_gradient = gradient_of(value, inputs.value, 2);
   const std::vector<int64_t> row_counts{params.batches, params.heads, params.queries};
   Tensor sink_rows =
       new_tensor(sink_gradient ? row_counts : std::vector<int64_t>{0}, ScalarType::Float, query);
@@ -438,14 +464,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const auto of_bias = [&] {
     return is_padded ? torch::stable::narrow(bias_result, 3, 0, params.keys) : bias_result;
   };
+  const auto returned = [&] {
+    Tensor of_query = query_gradient.result(), of_key = key_gradient.result(),
+           of_value = value_gradient.result();
+    if constexpr (kIsPacked)
+      return std::tuple(packed, of_bias(), sink_rows);
+    else
+      return std::tuple(of_query, of_key, of_value, of_bias(), sink_rows);
+  };
   // Without a query's head nothing is launched, but keys or a bias may be there.
   if (params.batches == 0 || params.heads == 0) {
     if (bias_gradient) bias_result = new_tensor(sizes_in_memory(), bias->scalar_type(), query);
-    Tensor of_query = query_gradient.result(), of_key = key_gradient.result(),
-           of_value = value_gradient.result();
-    for (Tensor* gradient : {&of_key, &of_value, &bias_result}) torch::stable::zero_(*gradient);
-    return {std::move(of_query), std::move(of_key), std::move(of_value), of_bias(),
-            std::move(sink_rows)};
+    key_gradient.set_to_zero(), value_gradient.set_to_zero(), torch::stable::zero_(bias_result);
+    return returned();
   }
   note = set_block_mask(params, mask, first, end, note, query, true);
   if (bias_gradient)
@@ -490,8 +521,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   } else if (bias_gradient && bias_result.scalar_type() != bias->scalar_type()) {
     bias_result = torch::stable::to(bias_result, bias->scalar_type());
   }
-  return {query_gradient.result(), key_gradient.result(), value_gradient.result(), of_bias(),
-          std::move(sink_rows)};
+  return returned();
 }
 
 // Statistics [3, batches, heads, queries] of rows.
@@ -535,7 +565,8 @@ void merge(Tensor output, Tensor statistics, Tensor other_output, Tensor other_s
 
 void register_attention(Library& library) {
   implement(library, "attention_forward", TORCH_BOX(&forward));
-  implement(library, "attention_backward", TORCH_BOX(&backward));
+  implement(library, "attention_backward", TORCH_BOX(&backward<false>));
+  library.impl("attention_backward_packed", TORCH_BOX(&backward<true>));
   library.impl("attention_merge", TORCH_BOX(&merge));
   library.impl("tile_note", TORCH_BOX(&tile_note));
 }

@@ -2,7 +2,9 @@
 // megasoftmax/autograd/attention.py.
 
 #include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/stack.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -63,26 +65,41 @@ std::pair<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const 
   return {output, results[1].toTensor()};
 }
 
-// What is saved, in this order.
+using Parts = std::array<Tensor, 3>;  // query, key and value
+
+// Views of a packed tensor [batch, tokens, 3, heads, dim].
+Parts parts_of(const Tensor& packed) {
+  const at::IntArrayRef sizes = packed.sizes(), strides = packed.strides();
+  const auto part = [&](int64_t which) {
+    return packed.as_strided({sizes[0], sizes[3], sizes[1], sizes[4]},
+                             {strides[0], strides[3], strides[1], strides[4]},
+                             packed.storage_offset() + which * strides[2]);
+  };
+  return {part(0), part(1), part(2)};
+}
+
+// What is saved, in this order. Of a packed query key and value are undefined.
 enum Saved { kOutput, kStatistics, kQuery, kKey, kValue, kBias, kMask, kSink, kFirst, kEnd, kSeed };
 
+// Differentiable in query, key and value, or in a packed query, of which `parts` are views.
 struct Attention : torch::autograd::Function<Attention> {
-  static variable_list forward(AutogradContext* context, const Tensor& query, const Tensor& key,
-                               const Tensor& value, const std::optional<Tensor>& bias,
-                               const std::optional<Tensor>& sink, const AttentionOptions& options) {
-    auto [output, statistics] = host::forward(query, key, value, bias, sink, options);
+  static variable_list forward(AutogradContext* context, const Tensor& query,
+                               const std::optional<Tensor>& key, const std::optional<Tensor>& value,
+                               const std::optional<Tensor>& bias, const std::optional<Tensor>& sink,
+                               const Parts& parts, const AttentionOptions& options) {
     const auto or_undefined = [](const std::optional<Tensor>& tensor) {
       return tensor.value_or(Tensor());
     };
+    auto [output, statistics] = host::forward(parts[0], parts[1], parts[2], bias, sink, options);
     context->set_materialize_grads(false);
-    context->save_for_backward({output, statistics, query, key, value, or_undefined(bias),
-                                or_undefined(options.mask), or_undefined(sink),
+    context->save_for_backward({output, statistics, query, or_undefined(key), or_undefined(value),
+                                or_undefined(bias), or_undefined(options.mask), or_undefined(sink),
                                 or_undefined(options.visible.first),
                                 or_undefined(options.visible.end), or_undefined(options.seed)});
     context->saved_data["options"] = c10::ivalue::Tuple::create(
         {options.scale, options.is_causal, options.window.left, options.window.right,
          options.sink_value, options.is_relative, options.dropout, query.requires_grad(),
-         key.requires_grad(), value.requires_grad(), wants_gradient(bias), wants_gradient(sink),
+         wants_gradient(key), wants_gradient(value), wants_gradient(bias), wants_gradient(sink),
          options.is_transposed, options.softcap});
     return {output, statistics};
   }
@@ -98,21 +115,36 @@ struct Attention : torch::autograd::Function<Attention> {
     Tensor d_output = gradients[0].defined() ? gradients[0] : zeros_like_expanded(output);
     if (given[12].toBool()) output = output.transpose(1, 2), d_output = d_output.transpose(1, 2);
     const c10::IValue d_lse = gradients[1].defined() ? gradients[1].select(0, 2) : c10::IValue();
-    const Stack results = run_backward(
-        kAttentionBackward,
-        stack_of(d_output, d_lse, saved[kQuery], saved[kKey], saved[kValue], output,
-                 saved[kStatistics], argument(kBias), argument(kMask), scale, given[13], is_causal,
-                 left, right, argument(kSink), sink_value, is_relative, argument(kFirst),
-                 argument(kEnd), c10::IValue(), 1, dropout, argument(kSeed), false, wants_bias,
-                 wants_sink, at::globalContext().deterministicAlgorithms()));
-    const auto result = [&](int which) {  // query, key, value
-      return given[7 + which].toBool() ? results[which].toTensor() : Tensor();
+    const bool is_packed = !saved[kKey].defined();
+    const auto [query, key, value] =
+        is_packed ? parts_of(saved[kQuery]) : Parts{saved[kQuery], saved[kKey], saved[kValue]};
+    const bool is_packed_by_op = is_packed && runs_plainly(d_output);
+    Stack results = run_backward(
+        is_packed_by_op ? kAttentionBackwardPacked : kAttentionBackward,
+        stack_of(d_output, d_lse, query, key, value, output, saved[kStatistics], argument(kBias),
+                 argument(kMask), scale, given[13], is_causal, left, right, argument(kSink),
+                 sink_value, is_relative, argument(kFirst), argument(kEnd), c10::IValue(), 1,
+                 dropout, argument(kSeed), false, wants_bias, wants_sink,
+                 at::globalContext().deterministicAlgorithms()));
+    if (is_packed && !is_packed_by_op) {
+      const auto part = [&](int which) { return results[which].toTensor().transpose(1, 2); };
+      results[2] = at::stack({part(0), part(1), part(2)}, 2);
+      results.erase(results.begin(), results.begin() + 2);
+    }
+    const size_t of_bias = is_packed ? 1 : 3;
+    const auto result = [&](size_t which) {  // query, key, value
+      const bool is_wanted = which < of_bias && given[7 + which].toBool();
+      return is_wanted ? results[which].toTensor() : Tensor();
+    };
+    const auto sum_of_sink = [&] {
+      return sum_over_rows(results[of_bias + 1].toTensor(), saved[kSink]);
     };
     return {result(0),
             result(1),
             result(2),
-            wants_bias ? results[3].toTensor() : Tensor(),
-            wants_sink ? sum_over_rows(results[4].toTensor(), saved[kSink]) : Tensor(),
+            wants_bias ? results[of_bias].toTensor() : Tensor(),
+            wants_sink ? sum_of_sink() : Tensor(),
+            {},
             {}};
   }
 };
@@ -176,7 +208,7 @@ Tensor unmerged(const Tensor& result, at::IntArrayRef leading) {
 
 // A call that runs fused.
 struct AttentionCall {
-  Tensor query, key, value;
+  Tensor packed, query, key, value;  // packed: undefined, or what the others are views of
   std::optional<Tensor> bias, sink;
   AttentionOptions options;
   bool return_lse;
@@ -194,6 +226,13 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
   if (reader.has_declined() || !admission_of(query.device()).has_attention || is_transformed())
     return {};
   std::optional<Tensor> key = reader.tensor(key_), value = reader.tensor(value_);
+  Tensor packed;
+  if (is_transposed && !key && !value && query.dim() == 5 && query.size(2) == 3) {
+    const at::AutoDispatchBelowADInplaceOrView guard;  // autograd sees the packed tensor alone
+    packed = query;
+    const Parts parts = parts_of(packed);
+    query = parts[0], key = parts[1], value = parts[2];
+  }
   if (!key || !value || query.dim() < 3) return {};
   const at::IntArrayRef sizes = query.sizes();
   const c10::SmallVector<int64_t, 4> leading(sizes.begin(), sizes.end() - 3);
@@ -258,7 +297,8 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
     merge(options.visible.first, 2, Sharing::kNone), merge(options.visible.end, 2, Sharing::kNone);
     if (reader.has_declined()) return {};
   }
-  return AttentionCall{query, *key, *value, bias, sink.tensor, options, return_lse, leading};
+  return AttentionCall{packed,      query,   *key,       *value, bias,
+                       sink.tensor, options, return_lse, leading};
 }
 
 PyObject* attend(PyObject* const* arguments, bool is_transposed, bool repeats_mask = false) {
@@ -267,7 +307,7 @@ PyObject* attend(PyObject* const* arguments, bool is_transposed, bool repeats_ma
   Tensor output, lse;
   {
     const pybind11::gil_scoped_release no_gil;
-    auto& [query, key, value, bias, sink, options, return_lse, leading] = *call;
+    auto& [packed, query, key, value, bias, sink, options, return_lse, leading] = *call;
     if (bias)
       bias = with_rank(cast_for_kernel(*bias, query.scalar_type()), options.is_relative ? 3 : 4);
     if (options.mask) options.mask = with_rank(*options.mask, 4);
@@ -278,11 +318,17 @@ PyObject* attend(PyObject* const* arguments, bool is_transposed, bool repeats_ma
     else if (!options.seed)
       options.seed = at::randint(INT64_MIN, INT64_MAX, {1}, query.options().dtype(at::kLong));
     const bool records = at::GradMode::is_enabled() &&
-                         (query.requires_grad() || key.requires_grad() || value.requires_grad() ||
-                          wants_gradient(bias) || wants_gradient(sink));
+                         ((packed.defined() && packed.requires_grad()) || query.requires_grad() ||
+                          key.requires_grad() || value.requires_grad() || wants_gradient(bias) ||
+                          wants_gradient(sink));
     Tensor statistics;
     if (records) {
-      const variable_list recorded = Attention::apply(query, key, value, bias, sink, options);
+      const auto unless_packed = [&](const Tensor& tensor) {
+        return packed.defined() ? std::optional<Tensor>() : tensor;
+      };
+      const variable_list recorded =
+          Attention::apply(packed.defined() ? packed : query, unless_packed(key),
+                           unless_packed(value), bias, sink, Parts{query, key, value}, options);
       output = recorded[0], statistics = recorded[1];
     } else {
       std::tie(output, statistics) = forward(query, key, value, bias, sink, options);

@@ -16,6 +16,7 @@ enum Operator {
   kSoftmaxBackward,
   kAttentionForward,
   kAttentionBackward,
+  kAttentionBackwardPacked,
   kTopkForward,
   kTopkBackward,
   kTopkSample,
@@ -28,9 +29,9 @@ struct Name {
 
 // Names of the ops, in the order of `Operator`.
 inline constexpr Name kNames[kOperators] = {
-    {"softmax_forward"},       {"softmax_forward", "alone"}, {"softmax_backward"},
-    {"attention_forward"},     {"attention_backward"},       {"softmax_topk_forward"},
-    {"softmax_topk_backward"}, {"softmax_topk_sample"},
+    {"softmax_forward"},      {"softmax_forward", "alone"}, {"softmax_backward"},
+    {"attention_forward"},    {"attention_backward"},       {"attention_backward_packed"},
+    {"softmax_topk_forward"}, {"softmax_topk_backward"},    {"softmax_topk_sample"},
 };
 
 // Finds the ops. `backward` is a Python function (name, *arguments of that op), which also computes
@@ -48,6 +49,9 @@ Stack stack_of(Arguments&&... arguments) {
 
 // The results of an op, below autograd.
 Stack run(Operator which, Stack arguments);
+
+// Whether a backward op of this gradient is neither differentiated again nor transformed.
+bool runs_plainly(const Tensor& gradient);
 
 // The results of a backward op that autograd calls. `type_at` is where the arguments have a type.
 Stack run_backward(Operator which, Stack arguments, int type_at = -1);

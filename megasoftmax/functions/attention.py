@@ -454,6 +454,21 @@ def served_attention(
     return served
 
 
+def served_packed_attention(
+    packed: Tensor, options: AttentionOptions, repeats_mask: bool = False
+) -> Tensor | None:
+    """`served_attention` of query, key and value in one tensor [batch, tokens, 3, heads, head_dim].
+
+    Its gradient is one tensor too, which kernels write. Autograd would make it of three by two
+    copies. None in compiled code, which sees such copies.
+    """
+    if torch.compiler.is_compiling() or host.calls is None:
+        return None
+    call = host.calls.attention_of_windows if repeats_mask else host.calls.attention_transposed
+    served: Tensor | None = call(packed, None, None, *options)
+    return served
+
+
 def serves_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     """Whether the C++ part has this call of `attention`, so that it is right and runs fused.
 

@@ -88,6 +88,11 @@ def _backward_in_its_layout(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
     )
 
 
+def _backward_packed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *gradients, d_bias, d_sink = _backward_in_its_layout(*args)
+    return torch.stack([each.transpose(1, 2) for each in gradients], 2), d_bias, d_sink
+
+
 def _new_bias_gradient(given: BackwardArguments) -> Tensor:
     """Of an entry for each pair, rows begin at multiples of 16 bytes, as kernels write them."""
     bias, keys = given.bias, given.key.shape[2]
@@ -122,6 +127,12 @@ def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     )
 
 
+def _fake_backward_packed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    d_query, _, _, d_bias, d_sink = _fake_backward(*args)
+    batches, heads, tokens, head_dim = d_query.shape
+    return d_query.new_empty((batches, tokens, 3, heads, head_dim)), d_bias, d_sink
+
+
 _BACKWARD = Rules(BackwardArguments._fields, _save_nothing, _refuse, attention.batch_backward)
 
 
@@ -149,6 +160,19 @@ def _defined(name: str, *, has_kernels: bool) -> tuple[Implementation, Any]:
 
 IMPLEMENTATION, _forward_without_rules = _defined("attention", has_kernels=True)
 IN_BLOCKS, _ = _defined("attention_in_blocks", has_kernels=False)
+
+
+# The backward pass of query, key and value of one shape, whose gradients are one contiguous tensor
+# [b, m, 3, h, d]. The C++ part of the host calls it, where autograd records nothing.
+backward_packed = define(
+    schema_of(
+        attention_backward,
+        "(Tensor d_packed, Tensor d_bias, Tensor d_sink)",
+        "attention_backward_packed",
+    )
+)
+implement(backward_packed, _backward_packed)
+fake(backward_packed, _fake_backward_packed)
 
 
 def forward_alone(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
