@@ -630,7 +630,11 @@ def test_gradients_of_whole_heads(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [(32, 32), (24, 16), (8, 32)])
 @pytest.mark.parametrize(
-    "lengths", [(200, 200), (250, 255), (384, 384), (130, 301), (100, 512), (300, 450)]
+    "lengths",
+    [
+        *((200, 200), (250, 255), (384, 384), (130, 301), (100, 512), (300, 450)),
+        *((100, 513), (250, 640), (130, 768), (70, 769), (200, 900), (128, 1023), (60, 1024)),
+    ],
 )
 def test_rows_that_share_a_bias(
     lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
