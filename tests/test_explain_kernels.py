@@ -157,7 +157,7 @@ def test_gradients_of_many_heads_take_whole_heads(
         (768, 4, 768, 768, 264),  # two rounds of blocks, of 69 or 70 rows each
         (900, 4, 769, 896, 392),
         (1024, 4, 1023, 1024, 128),
-        (48, 16, 384, 384, 240),  # two rounds of blocks, of 9 or 10 rows each
+        (48, 16, 384, 384, 264),  # a round of blocks of 9 or 10 rows, and one of 8 each
         (200, 4, 200, 256, 128),
     ],
 )

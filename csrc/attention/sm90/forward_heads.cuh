@@ -57,7 +57,8 @@ struct HopperHeadsForwardMemory {
   static constexpr int kKeys = kTile.stage_keys(), kCopies = kTile.keys / kKeys;
   static constexpr int kSteps = kKeys / kTile.step_keys;  // of a stage
   static_assert(kKeys % kBox == 0 && kQueries == kBox && kSteps % 2 == 0);
-  static_assert(kIsWhole || (kStages > 1 && kStages <= kCopies + 1));
+  // A copy is there before the one before the last is given back.
+  static_assert(kIsWhole || (kStages > 2 && kStages <= kCopies + 1));
   static_assert(shares_registers(kTile));
 
   // Of each stage keys, values, and what a mask of keys excludes, as HopperMemory has it; before
@@ -131,7 +132,8 @@ struct HopperHeadsForwardMemory {
 };
 
 // What a block takes: so many queries from the first one on of the members of a part. Blocks that
-// follow each other take the same members.
+// follow each other take the same members. Of some entries of the bias the members are cut into one
+// more part than those of the others (units_of_members), whose larger blocks begin first.
 template <class Memory>
 struct WorkOfHeads {
   int first_query;
@@ -147,7 +149,15 @@ struct WorkOfHeads {
  private:
   __device__ WorkOfHeads(const AttentionParams& params, int tiles)
       : first_query(static_cast<int>(blockIdx.x) % tiles * Memory::kQueries),
-        members(params, static_cast<int>(blockIdx.x) / tiles) {}
+        members(members_of(params, static_cast<int>(blockIdx.x) / tiles,
+                           static_cast<int>(gridDim.x) / tiles)) {}
+  __device__ static BiasMembers members_of(const AttentionParams& params, int unit, int units) {
+    const int entries = BiasMembers::entries(params), parts = units / entries;
+    const int of_more = units % entries, of_fewer = entries - of_more;
+    const int others = unit - of_fewer * parts;
+    return others < 0 ? BiasMembers(params, of_more + unit % of_fewer, unit / of_fewer, parts)
+                      : BiasMembers(params, others % of_more, others / of_more, parts + 1);
+  }
 };
 
 // The copying warp.
