@@ -427,7 +427,7 @@ __device__ __forceinline__ void attend_step_by_step(const AttentionForwardParams
                                                     int tile_query, int first_query,
                                                     References& references) {
   using Rows = Tile<T, Memory::kKeys, Memory::kDim>;
-  constexpr int kStepKeys = 16;
+  constexpr int kStepKeys = Memory::kIsWhole ? 16 : 32;
   const int stage = Memory::query_stage(number);
   int key_head, rest;
   params.heads_per_key_head.split(head, key_head, rest);
@@ -437,6 +437,15 @@ __device__ __forceinline__ void attend_step_by_step(const AttentionForwardParams
   float output[1][Memory::kDim / 8][4] = {};
 #pragma unroll 1
   for (int key = 0; key < params.keys; key += kStepKeys) {
+    if constexpr (!Memory::kIsWhole) {
+      const int next = key + kStepKeys + thread_index_anew() % 32;
+      for (int column = 0; column < Memory::kDim && next < params.keys; column += 16) {
+        if (column < params.head_dim)
+          prefetch(params.key.row<const T>(batch, key_head, next) + column);
+        if (column < params.value_dim)
+          prefetch(params.value.row<const T>(batch, key_head, next) + column);
+      }
+    }
     float logits[1][kStepKeys / 8][4] = {};
     const auto multiply_with = [&](const auto& rows) {
       multiply_rows<T, Memory::kDim>(
