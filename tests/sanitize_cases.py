@@ -876,13 +876,13 @@ def attention_heads(given, dtype, has_bias):
 
 
 def attention_shared_bias(given, dtype):
-    """Rows enough that registers of a block of Hopper's forward keep their bias.
+    """Rows enough that a block of Hopper's forward keeps their bias.
 
     Logits far from the bias make it compute rows step by step.
     """
     batches, heads = 16, 33
-    sizes = ((120, 250), (100, 384), (250, 501), (125, 199))
-    for queries, keys in given.sizes(sizes, sizes[1:3]):
+    sizes = ((120, 250), (100, 384), (250, 501), (120, 639), (125, 199), (100, 769), (90, 1024))
+    for queries, keys in given.sizes(sizes, sizes[2:4]):
         query, key, value = (
             given.floats(batches, heads, length, dim, dtype=DTYPES[dtype], layout="exact")
             for length, dim in ((queries, 32), (keys, 32), (keys, 24))

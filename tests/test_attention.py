@@ -630,7 +630,11 @@ def test_gradients_of_whole_heads(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [(32, 32), (24, 16), (8, 32)])
 @pytest.mark.parametrize(
-    "lengths", [(200, 200), (250, 255), (384, 384), (130, 301), (100, 512), (300, 450)]
+    "lengths",
+    [
+        *((200, 200), (250, 255), (384, 384), (140, 341), (150, 512), (300, 450)),
+        *((150, 513), (250, 640), (130, 768), (140, 769), (200, 900), (250, 1023), (130, 1024)),
+    ],
 )
 def test_rows_that_share_a_bias(
     lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
@@ -675,6 +679,21 @@ def test_rows_that_share_a_bias(
     first, again = (megasoftmax.attention(q, k, v, **call) for _ in range(2))
     assert first[0].isfinite().all()
     assert all(bits_equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_some_heads_are_cut_into_one_more_part(dtype: torch.dtype) -> None:
+    batch, heads, queries, keys = 48, 16, 300, 250
+    shape = {"batch": batch, "heads": (heads, heads), "lengths": (queries, keys), "dims": (24, 24)}
+    q, k, v = tensors("cuda", dtype, **shape)
+    bias = normal(1, heads, queries, keys, device="cuda", dtype=dtype, seed=4)
+    if torch.cuda.get_device_properties("cuda").multi_processor_count == 132:  # H100 and H200
+        found = explain_attention(batch, heads, queries, 24, keys=keys, bias=True)
+        assert found.blocks == 264  # of 3 tiles, for 8 heads in 5 parts and 8 in 6
+    mask = coin(batch, 1, 1, keys, device="cuda", odds=0.3, seed=6)
+    for options in ({}, {"mask": mask}):
+        check(q, k, v, bias=bias, **options, what=str(list(options)))
 
 
 @gpu

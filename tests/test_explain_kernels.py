@@ -153,7 +153,11 @@ def test_gradients_of_many_heads_take_whole_heads(
         (256, 4, 256, 256, 128),
         (384, 4, 384, 384, 132),
         (512, 4, 512, 512, 128),
-        (48, 16, 384, 384, 240),  # two rounds of blocks, of 9 or 10 rows each
+        (512, 4, 513, 640, 260),
+        (768, 4, 768, 768, 264),  # two rounds of blocks, of 69 or 70 rows each
+        (900, 4, 769, 896, 392),
+        (1024, 4, 1023, 1024, 128),
+        (48, 16, 384, 384, 264),  # a round of blocks of 9 or 10 rows, and one of 8 each
         (200, 4, 200, 256, 128),
     ],
 )
@@ -168,12 +172,12 @@ def test_rows_that_share_a_bias_keep_it_in_registers(
         assert found.several_heads
         assert (found.tile_queries, found.tile_keys) == (128, tile_keys)
         assert found.blocks == blocks
-        assert f"{rows} heads share a bias: registers of a block keep that of 128" in found.why
+        assert f"{rows} heads share a bias: a block keeps that of 128 queries" in found.why
         assert not found.bias_copied
     for other in (
         {"batches": 3},  # a block would have too few of them
         {"keys": 130, "queries": 145},  # fill little of the tiles
-        {"keys": 513},
+        {"keys": 1025},
         {"queries": 16},
         {"head_dim": 40},
         {"value_dim": 40},

@@ -52,15 +52,19 @@ struct BiasRows {
 struct BiasMembers {
   int batch, head, part, begin, end;
 
-  __device__ BiasMembers(const AttentionParams& params, int index) {
+  __device__ BiasMembers(const AttentionParams& params, int index)
+      : BiasMembers(params, index % entries(params), index / entries(params), params.bias_parts) {}
+  __device__ BiasMembers(const AttentionParams& params, int entry, int part, int parts)
+      : part(part) {
     const int heads = static_cast<int>(params.bias_heads());
-    const int batches = static_cast<int>(params.bias_batches());
-    head = index % heads;
-    batch = index / heads % batches;
-    part = index / heads / batches;
+    head = entry % heads;
+    batch = entry / heads;
     const int64_t members = params.members_of_bias();
-    begin = static_cast<int>(members * part / params.bias_parts);
-    end = static_cast<int>(members * (part + 1) / params.bias_parts);
+    begin = static_cast<int>(members * part / parts);
+    end = static_cast<int>(members * (part + 1) / parts);
+  }
+  __device__ static int entries(const AttentionParams& params) {
+    return static_cast<int>(params.bias_heads() * params.bias_batches());
   }
   __device__ void place(const AttentionParams& params, int member, int& of_batch,
                         int& of_head) const {

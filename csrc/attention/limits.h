@@ -204,23 +204,31 @@ inline constexpr AttentionHopperHeadsTile kAttentionHopperHeadsTiles[] = {
 inline constexpr int kKeysOfUnit = 256;
 inline constexpr int kFilledPercentOfHeads = 70, kFilledPercentOfHeadsAlone = 50;
 
-// A block of Hopper's forward that keeps the bias of its queries in registers and takes the heads
-// that share it: two warpgroups of 64 queries, all keys in steps, and whole heads in stages.
+// A block of Hopper's forward that keeps the bias of its queries and takes the heads that share it:
+// two warpgroups of 64 queries, all keys in steps. Registers keep the bias, or, up to many keys,
+// registers and shared memory a half each. A stage is a whole head, or then a copy of kCopyKeys
+// keys.
 struct AttentionHopperHeadsForwardTile {
   int keys, step_keys, stages;
   bool keeps_exponents;  // that the bias adds, in float32, or the bias in 16 bits
+  bool halves_bias;
   static constexpr int head_dim = 32, warpgroups = 2, copier_registers = 24, registers = 240;
+  static constexpr int kCopyKeys = 128;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
-  constexpr int steps() const { return keys / step_keys; }
+  constexpr int stage_keys() const { return halves_bias ? kCopyKeys : keys; }
 };
 // clang-format off
 inline constexpr AttentionHopperHeadsForwardTile kAttentionHopperHeadsForwardTiles[] = {
-    // keys, of a step, stages, keeps exponents
-    {   256,        32,      4, true},
-    {   384,        64,      3, false},
-    {   512,        32,      2, false},
+    // keys, of a step, stages, keeps exponents, halves the bias
+    {   256,        32,      4, true,            false},
+    {   384,        64,      3, false,           false},
+    {   512,        32,      2, false,           false},
+    {   640,        64,      5, false,           true},
+    {   768,        64,      5, false,           true},
+    {   896,        32,      4, false,           true},
+    {  1024,        32,      3, false,           true},
 };
 // clang-format on
 // They are taken where a launch fills enough of their rounds and tiles, and a block has enough

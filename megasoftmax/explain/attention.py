@@ -239,8 +239,7 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
         reasons += [f"{call.batches * call.heads} heads: a block takes whole ones"]
     elif plan.takes_heads:
         reasons += [
-            f"{call.batches} heads share a bias: registers of a block keep that of "
-            f"{plan.tile_queries} queries"
+            f"{call.batches} heads share a bias: a block keeps that of {plan.tile_queries} queries"
         ]
     if plan.splits > 1:
         reasons += [f"{plan.splits} blocks share the keys of a tile of queries"]

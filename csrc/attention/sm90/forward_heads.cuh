@@ -1,12 +1,13 @@
 #pragma once
 // Attention on Hopper for many heads that share a dense bias, such as the rows of a pair
-// representation. A block keeps the bias of 128 queries and all keys in registers, and takes the
-// batches and heads that share it, its members, one after the other.
+// representation. A block keeps the bias of 128 queries and all keys, in registers or, beyond 512
+// keys, half of it in shared memory. It takes the batches and heads that share the bias, its
+// members, one after the other.
 //
-// One warp copies a member's queries, and its keys and values as a whole, some members ahead. Each
-// of two warpgroups has 64 queries. It takes the keys in steps. While it makes the weights of a
-// step, the products of the next keys run, and those of the weights before with their values. So
-// does the end of a member with the begin of the next.
+// One warp copies a member's queries, keys and values, as a whole and some members ahead, or beyond
+// 512 keys 128 keys at a time through a ring. Each of two warpgroups has 64 queries. It takes the
+// keys in steps. While it makes the weights of a step, the products of the next keys run, and those
+// of the weights before with their values. So does the end of a member with the begin of the next.
 //
 // Weights are relative to a reference of each query: at first the largest entry of its bias. So
 // no step waits for a largest logit, and sums need no scaling. If the sum of weights of a row shows
@@ -32,39 +33,76 @@ struct HeadsForwardMaps {
   CUtensorMap query, key, value, output;
 };
 
+// A stage of a ring that is filled again and again, and which parity that has for the barriers.
+template <int kStages>
+struct StageInTurn {
+  int stage = 0, parity = 0;
+
+  // Of the copy with this number.
+  __device__ static StageInTurn of(int number) { return {number % kStages, number / kStages & 1}; }
+  __device__ StageInTurn next() const {
+    return stage + 1 == kStages ? StageInTurn{0, parity ^ 1} : StageInTurn{stage + 1, parity};
+  }
+  __device__ int before() const { return stage == 0 ? kStages - 1 : stage - 1; }
+};
+
 template <bool kHasMask, int kIndex>
 struct HopperHeadsForwardMemory {
   static constexpr AttentionHopperHeadsForwardTile kTile =
       kAttentionHopperHeadsForwardTiles[kIndex];
   static constexpr int kWarps = 4 * kTile.warpgroups, kStages = kTile.stages;
   static constexpr int kDim = kTile.head_dim, kRowBytes = 2 * kDim;
-  static constexpr int kKeys = kTile.keys, kQueries = kTile.queries(), kBox = 128;
-  static_assert(kKeys % kBox == 0 && kQueries == kBox && kTile.steps() % 2 == 0);
+  static constexpr int kQueries = kTile.queries(), kBox = 128;
+  static constexpr bool kIsWhole = !kTile.halves_bias;
+  static constexpr int kKeys = kTile.stage_keys(), kCopies = kTile.keys / kKeys;
+  static constexpr int kSteps = kKeys / kTile.step_keys;  // of a stage
+  static_assert(kKeys % kBox == 0 && kQueries == kBox && kSteps % 2 == 0);
+  // A copy is there before the one before the last is given back.
+  static_assert(kIsWhole || (kStages > 2 && kStages <= kCopies + 1));
   static_assert(shares_registers(kTile));
 
-  // Of each stage queries, keys, values, and what a mask of keys excludes, as HopperMemory has it;
-  // ones; results of each warp; barriers; of each stage whether the mask excludes all keys.
+  // Of each stage keys, values, and what a mask of keys excludes, as HopperMemory has it; before
+  // them queries, if it is a whole head, else two stages of queries; half of the bias; ones;
+  // results of each warp; barriers; of each stage of queries whether the mask excludes all keys.
   static constexpr int kQueryBytes = kQueries * kRowBytes, kKeyBytes = kKeys * kRowBytes;
   static constexpr int kMaskedPanelBytes = 16 * 128, kOnesBytes = kHasMask ? 8 * 128 : 0;
   static constexpr int kMaskedBytes = kHasMask ? kKeys / 64 * kMaskedPanelBytes : 0;
-  static constexpr int kStageBytes = kQueryBytes + 2 * kKeyBytes + kMaskedBytes;
-  static constexpr int kOnesAt = kStages * kStageBytes, kResultsAt = kOnesAt + kOnesBytes;
+  static constexpr int kStageBytes = (kIsWhole ? kQueryBytes : 0) + 2 * kKeyBytes + kMaskedBytes;
+  // A stage that is filled again was used after the end of the member before the last one.
+  static constexpr int kQueryStages = kIsWhole ? kStages : 2;
+  static constexpr int kQueriesAt = kIsWhole ? 0 : kStages * kStageBytes;
+  static constexpr int kQueryStageBytes = kIsWhole ? kStageBytes : kQueryBytes;
+  // Of each step and warp vectors of four words for each lane.
+  static constexpr int kBiasVectors = kTile.step_keys / 32;
+  static constexpr int kBiasStepBytes = kWarps * kBiasVectors * 32 * 16;
+  static constexpr int kBiasAt =
+      kStages * kStageBytes + (kIsWhole ? 0 : kQueryStages * kQueryBytes);
+  static constexpr int kOnesAt = kBiasAt + (kIsWhole ? 0 : kCopies * kSteps * kBiasStepBytes);
+  static constexpr int kResultsAt = kOnesAt + kOnesBytes;
   static constexpr int kResultBytes = 16 * kRowBytes;
   static constexpr int kBarriersAt = kResultsAt + kWarps * kResultBytes;
   static constexpr int kFlagsAt = kBarriersAt + 8 * 2 * kStages;
-  static constexpr int kBytes = kFlagsAt + kStages * static_cast<int>(sizeof(int));
+  static constexpr int kBytes = kFlagsAt + kQueryStages * static_cast<int>(sizeof(int));
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
 
   uint32_t address;
 
-  __device__ uint32_t queries(int stage) const { return address + stage * kStageBytes; }
-  __device__ uint32_t keys(int stage) const { return queries(stage) + kQueryBytes; }
+  __device__ uint32_t queries(int stage) const {
+    return address + kQueriesAt + stage * kQueryStageBytes;
+  }
+  __device__ uint32_t keys(int stage) const {
+    return address + stage * kStageBytes + (kIsWhole ? kQueryBytes : 0);
+  }
   __device__ uint32_t values(int stage) const { return keys(stage) + kKeyBytes; }
   __device__ uint32_t masked(int stage) const { return values(stage) + kKeyBytes; }
+  __device__ uint32_t bias(int warp, int lane) const {
+    return address + kBiasAt + (warp * kBiasVectors * 32 + lane) * 16;
+  }
   __device__ uint32_t ones() const { return address + kOnesAt; }
   __device__ uint32_t results(int warp) const { return address + kResultsAt + warp * kResultBytes; }
-  __device__ static int& sees_nothing(char* memory, int stage) {
-    return reinterpret_cast<int*>(memory + kFlagsAt)[stage];
+  __device__ static int query_stage(int number) { return number % kQueryStages; }
+  __device__ static int& sees_nothing(char* memory, int query_stage) {
+    return reinterpret_cast<int*>(memory + kFlagsAt)[query_stage];
   }
   __device__ Barrier stage_is_there(int stage) const { return {address + kBarriersAt + 8 * stage}; }
   __device__ Barrier stage_is_used(int stage) const {
@@ -94,7 +132,8 @@ struct HopperHeadsForwardMemory {
 };
 
 // What a block takes: so many queries from the first one on of the members of a part. Blocks that
-// follow each other take the same members.
+// follow each other take the same members. Of some entries of the bias the members are cut into one
+// more part than those of the others (units_of_members), whose larger blocks begin first.
 template <class Memory>
 struct WorkOfHeads {
   int first_query;
@@ -110,7 +149,15 @@ struct WorkOfHeads {
  private:
   __device__ WorkOfHeads(const AttentionParams& params, int tiles)
       : first_query(static_cast<int>(blockIdx.x) % tiles * Memory::kQueries),
-        members(params, static_cast<int>(blockIdx.x) / tiles) {}
+        members(members_of(params, static_cast<int>(blockIdx.x) / tiles,
+                           static_cast<int>(gridDim.x) / tiles)) {}
+  __device__ static BiasMembers members_of(const AttentionParams& params, int unit, int units) {
+    const int entries = BiasMembers::entries(params), parts = units / entries;
+    const int of_more = units % entries, of_fewer = entries - of_more;
+    const int others = unit - of_fewer * parts;
+    return others < 0 ? BiasMembers(params, of_more + unit % of_fewer, unit / of_fewer, parts)
+                      : BiasMembers(params, others % of_more, others / of_more, parts + 1);
+  }
 };
 
 // The copying warp.
@@ -123,40 +170,49 @@ __device__ __forceinline__ void copy_members(
   extern __shared__ __align__(1024) char shared_memory[];
   const WorkOfHeads<Memory> work(params);
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  StageInTurn<Memory::kStages> turn;
   for (int number = 0; number < work.count(); ++number) {
-    const int stage = number % Memory::kStages;
     int batch, head, key_head, rest;
     work.place(params, number, batch, head);
     params.heads_per_key_head.split(head, key_head, rest);
-    __syncwarp();  // lanes wait for the same phases
-    memory.stage_is_used(stage).wait((number / Memory::kStages & 1) ^ 1);
-    if constexpr (kHasMask) {
-      uint32_t seen = 0;
+    [[maybe_unused]] uint32_t seen = 0;
+    for (int copy = 0; copy < Memory::kCopies; ++copy, turn = turn.next()) {
+      const int stage = turn.stage, first_key = copy * Memory::kKeys;
+      __syncwarp();  // lanes wait for the same phases
+      memory.stage_is_used(stage).wait(turn.parity ^ 1);
+      if constexpr (kHasMask) {
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        if (kBox * box >= params.keys) continue;
-        using Masked = MaskedKeys<T, kBox>;
-        const Masked masked(params, batch, head, kBox * box);
-        masked.store(memory.masked(stage) + kBox / 64 * Memory::kMaskedPanelBytes * box,
-                     Memory::kMaskedPanelBytes);
-        const int left = params.keys - kBox * box - Masked::first();
-        seen |= ~masked.bits & ((1u << min(max(left, 0), Masked::kOfLane)) - 1);
+        for (int box = 0; box < kBoxes; ++box) {
+          const int key = first_key + kBox * box;
+          if (key >= params.keys) continue;
+          using Masked = MaskedKeys<T, kBox>;
+          const Masked masked(params, batch, head, key);
+          masked.store(memory.masked(stage) + kBox / 64 * Memory::kMaskedPanelBytes * box,
+                       Memory::kMaskedPanelBytes);
+          const int left = params.keys - key - Masked::first();
+          seen |= ~masked.bits & ((1u << min(max(left, 0), Masked::kOfLane)) - 1);
+        }
+        if (copy + 1 == Memory::kCopies) {
+          const bool sees_nothing = __all_sync(~0u, seen == 0);
+          if (lane == 0)
+            Memory::sees_nothing(shared_memory, Memory::query_stage(number)) = sees_nothing;
+        }
+        publish_writes();
+        __syncwarp();  // all lanes have written theirs
       }
-      const bool sees_nothing = __all_sync(~0u, seen == 0);
-      if (lane == 0) Memory::sees_nothing(shared_memory, stage) = sees_nothing;
-      publish_writes();
-      __syncwarp();  // all lanes have written theirs
+      if (lane != 0) continue;
+      const Barrier there = memory.stage_is_there(stage);
+      there.arrive_and_expect((copy == 0 ? Memory::kQueryBytes : 0) + 2 * Memory::kKeyBytes);
+      if (copy == 0)
+        start_copy_of_box(memory.queries(Memory::query_stage(number)), maps.query, there, 0,
+                          work.first_query, head, batch);
+      for (int box = 0; box < kBoxes; ++box)
+        start_copy_of_box(memory.keys(stage) + kBox * Memory::kRowBytes * box, maps.key, there, 0,
+                          first_key + kBox * box, key_head, batch);
+      for (int box = 0; box < kBoxes; ++box)
+        start_copy_of_box(memory.values(stage) + kBox * Memory::kRowBytes * box, maps.value, there,
+                          0, first_key + kBox * box, key_head, batch);
     }
-    if (lane != 0) continue;
-    const Barrier there = memory.stage_is_there(stage);
-    there.arrive_and_expect(Memory::kQueryBytes + 2 * Memory::kKeyBytes);
-    start_copy_of_box(memory.queries(stage), maps.query, there, 0, work.first_query, head, batch);
-    for (int box = 0; box < kBoxes; ++box)
-      start_copy_of_box(memory.keys(stage) + kBox * Memory::kRowBytes * box, maps.key, there, 0,
-                        kBox * box, key_head, batch);
-    for (int box = 0; box < kBoxes; ++box)
-      start_copy_of_box(memory.values(stage) + kBox * Memory::kRowBytes * box, maps.value, there, 0,
-                        kBox * box, key_head, batch);
   }
 }
 
@@ -178,37 +234,76 @@ struct References {
 };
 
 // The bias of this lane's rows, -infinity beyond the last key: pairs of entries, or of exponents,
-// which are log2(e) times what entries exceed the reference by.
-template <class T, int kSteps, int kN, bool kAreExponents>
+// which are log2(e) times what entries exceed the reference by. If registers have a half, that is
+// the left half of each step. The other one is in shared memory, where only this lane reads it.
+template <class T, class Memory>
 class BiasOfLane {
+  static constexpr int kSteps = Memory::kCopies * Memory::kSteps;
+  static constexpr int kN = Memory::kTile.step_keys / 8, kKeptN = Memory::kIsWhole ? kN : kN / 2;
+  static constexpr int kCount = kSteps * kKeptN * 2;
+  static constexpr bool kAreExponents = Memory::kTile.keeps_exponents;
+  static_assert(Memory::kIsWhole || !kAreExponents);
+
  public:
   // Sets the references to the largest entries.
   __device__ __forceinline__ BiasOfLane(const AttentionParams& params, const BiasRows<T>& bias,
-                                        int first_query, References& references) {
+                                        const Memory& memory, int warp, int first_query,
+                                        References& references) {
     uint32_t words[kCount];
     float largest[2] = {-INFINITY, -INFINITY};
-    load(params, bias, first_query, words);
+    const auto load_half = [&](int first_key) {
+      load(params, bias, first_query, first_key, words);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const Pack<T, 2> pair{words[i]};
-      largest[i % 2] = fmaxf(largest[i % 2], fmaxf(pair[0], pair[1]));
+      for (int i = 0; i < kCount; ++i) {
+        const Pack<T, 2> pair{words[i]};
+        largest[i % 2] = fmaxf(largest[i % 2], fmaxf(pair[0], pair[1]));
+      }
+    };
+    if constexpr (!Memory::kIsWhole) {
+      load_half(kKeptN * 8);
+      const uint32_t mine = memory.bias(warp, thread_index_anew() % 32);
+#pragma unroll
+      for (int i = 0; i < kCount / 4; ++i)
+        store_four(mine + place(i),
+                   {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
     }
+    load_half(0);
     references.set(0, warp_max<4>(largest[0]));
     references.set(1, warp_max<4>(largest[1]));
     keep(words, references);
   }
-  // After references have changed.
+  // After references have changed, or after rows were computed step by step. Those can have the
+  // registers of a half.
   __device__ __forceinline__ void update(const AttentionParams& params, const BiasRows<T>& bias,
                                          int first_query, const References& references) {
-    if constexpr (kAreExponents) {
+    if constexpr (kAreExponents || !Memory::kIsWhole) {
       uint32_t words[kCount];
-      load(params, bias, first_query, words);
+      load(params, bias, first_query, 0, words);
       keep(words, references);
     }
   }
-  __device__ __forceinline__ float2 exponents(int step, int n, int half,
+  // What shared memory has of a step.
+  struct Others {
+    uint32_t words[Memory::kIsWhole ? 1 : kN];
+  };
+  __device__ __forceinline__ static Others load_others(uint32_t mine, int step) {
+    Others others{};
+    if constexpr (!Memory::kIsWhole) {
+#pragma unroll
+      for (int i = 0; i < kN / 4; ++i) {
+        uint32_t vector[4];
+        load_four(vector, mine + place(step * (kN / 4) + i));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) others.words[4 * i + j] = vector[j];
+      }
+    }
+    return others;
+  }
+  __device__ __forceinline__ float2 exponents(const Others& others, int step, int n, int half,
                                               const References& references) const {
-    const Kept& kept = kept_[(step * kN + n) * 2 + half];
+    if (n >= kKeptN)
+      return exponents_of(others.words[(n - kKeptN) * 2 + half], references.offset(half));
+    const Kept& kept = kept_[(step * kKeptN + n) * 2 + half];
     if constexpr (kAreExponents) {
       return kept;
     } else {
@@ -218,10 +313,13 @@ class BiasOfLane {
   }
 
  private:
-  static constexpr int kCount = kSteps * kN * 2;
   using Kept = std::conditional_t<kAreExponents, float2, uint32_t>;
   Kept kept_[kCount];
 
+  // Of a vector in shared memory.
+  __device__ static constexpr int place(int i) {
+    return i / (kN / 4) * Memory::kBiasStepBytes + i % (kN / 4) * 32 * 16;
+  }
   __device__ static float2 exponents_of(uint32_t word, float offset) {
     const Pack<T, 2> pair{word};
     return {fmaf(pair[0], kLog2E, -offset), fmaf(pair[1], kLog2E, -offset)};
@@ -237,10 +335,10 @@ class BiasOfLane {
       }
     }
   }
-  // Pairs of entries, 0 beyond the last query.
+  // Pairs of entries of each step, from its key `first_key` on, 0 beyond the last query.
   __device__ __forceinline__ static void load(const AttentionParams& params,
                                               const BiasRows<T>& bias, int first_query,
-                                              uint32_t (&words)[kCount]) {
+                                              int first_key, uint32_t (&words)[kCount]) {
     constexpr uint32_t kLowest = Pack<T, 2>::kLowestWord;
     const FirstElement mine;
     const uint16_t* rows[2];
@@ -249,25 +347,26 @@ class BiasOfLane {
     for (int half = 0; half < 2; ++half) {
       const int query = first_query + mine.row + row_offset(0, 2 * half);
       are_there[half] = query < params.queries;
-      rows[half] =
-          reinterpret_cast<const uint16_t*>(bias.row(are_there[half] ? query : 0)) + mine.column;
+      rows[half] = reinterpret_cast<const uint16_t*>(bias.row(are_there[half] ? query : 0)) +
+                   mine.column + first_key;
       are_pairs &= reinterpret_cast<uintptr_t>(rows[half]) % 4 == 0;
     }
-    const int left = params.keys - mine.column;
+    const int left = params.keys - mine.column - first_key;
+    const auto column = [](int i) { return (i / 2 / kKeptN * kN + i / 2 % kKeptN) * 8; };
     if (__all_sync(~0u, are_pairs)) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         words[i] = kLowest;
-        load_if(8 * (i / 2) < left, words[i],
-                reinterpret_cast<const uint32_t*>(rows[i % 2] + 8 * (i / 2)));
+        load_if(column(i) < left, words[i],
+                reinterpret_cast<const uint32_t*>(rows[i % 2] + column(i)));
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         uint32_t second = kLowest >> 16;
         words[i] = second;
-        load_if(8 * (i / 2) < left, words[i], rows[i % 2] + 8 * (i / 2));
-        load_if(8 * (i / 2) + 1 < left, second, rows[i % 2] + 8 * (i / 2) + 1);
+        load_if(column(i) < left, words[i], rows[i % 2] + column(i));
+        load_if(column(i) + 1 < left, second, rows[i % 2] + column(i) + 1);
         words[i] |= second << 16;
       }
     }
@@ -276,25 +375,89 @@ class BiasOfLane {
   }
 };
 
+// Fragments of 16 rows of a tensor in global memory, as those of a tile. What lies beyond the
+// tensor is 0.
+template <class T>
+struct GlobalFragments {
+  const T* first;
+  int64_t row_stride;
+  int rows, columns;  // of the tensor from `first` on
+
+  __device__ GlobalFragments(const Strided& tensor, int batch, int head, int row, int rows,
+                             int columns)
+      : first(tensor.row<const T>(batch, head, row)),
+        row_stride(tensor.query_stride),
+        rows(rows - row),
+        columns(columns) {}
+  __device__ GlobalFragments anew() const { return *this; }
+  template <bool kArePairs>
+  __device__ GlobalFragments transposed_anew() const {
+    return *this;
+  }
+  __device__ void load(uint32_t (&fragments)[4], int row, int column) const {
+    const FirstElement mine;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int own = row + mine.row + i / 2 * 8, from = column + mine.column + i % 2 * 8;
+      fragments[i] = 0;
+      load_if(own < rows && from < columns, fragments[i],
+              reinterpret_cast<const uint32_t*>(first + own * row_stride + from));
+    }
+  }
+  __device__ void load_transposed(uint32_t (&fragments)[4], int row, int column) const {
+    const FirstElement mine;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int own = row + mine.column + i % 2 * 8, from = column + mine.row + i / 2 * 8;
+      const auto* const at = reinterpret_cast<const uint16_t*>(first + own * row_stride + from);
+      uint32_t second = 0;
+      fragments[i] = 0;
+      load_if(own < rows && from < columns, fragments[i], at);
+      load_if(own + 1 < rows && from < columns, second, at + row_stride);
+      fragments[i] |= second << 16;
+    }
+  }
+};
+
 // Computes the rows of a warp of a member as the portable kernel does, and writes them.
 template <class T, class Memory>
 __device__ __forceinline__ void attend_step_by_step(const AttentionForwardParams& params,
-                                                    const Memory& memory, int stage,
+                                                    const Memory& memory, int number,
                                                     const BiasRows<T>& bias, int batch, int head,
                                                     int tile_query, int first_query,
                                                     References& references) {
   using Rows = Tile<T, Memory::kKeys, Memory::kDim>;
-  constexpr int kStepKeys = 16;
+  constexpr int kStepKeys = Memory::kIsWhole ? 16 : 32;
+  const int stage = Memory::query_stage(number);
+  int key_head, rest;
+  params.heads_per_key_head.split(head, key_head, rest);
   const FirstElement mine;
   const int query = tile_query + first_query + mine.row;
   OnlineSoftmax<1> softmax(params.logit_scale);
   float output[1][Memory::kDim / 8][4] = {};
 #pragma unroll 1
   for (int key = 0; key < params.keys; key += kStepKeys) {
+    if constexpr (!Memory::kIsWhole) {
+      const int next = key + kStepKeys + thread_index_anew() % 32;
+      for (int column = 0; column < Memory::kDim && next < params.keys; column += 16) {
+        if (column < params.head_dim)
+          prefetch(params.key.row<const T>(batch, key_head, next) + column);
+        if (column < params.value_dim)
+          prefetch(params.value.row<const T>(batch, key_head, next) + column);
+      }
+    }
     float logits[1][kStepKeys / 8][4] = {};
-    multiply_rows<T, Memory::kDim>(logits,
-                                   FragmentsDown<Rows>({memory.queries(stage)}, first_query),
-                                   FragmentsAcross<Rows>({memory.keys(stage)}, key));
+    const auto multiply_with = [&](const auto& rows) {
+      multiply_rows<T, Memory::kDim>(
+          logits, FragmentsDown<Rows>({memory.queries(stage)}, first_query), rows);
+    };
+    // A ring has other keys by now.
+    if constexpr (Memory::kIsWhole) {
+      multiply_with(FragmentsAcross<Rows>({memory.keys(stage)}, key));
+    } else {
+      multiply_with(
+          GlobalFragments<T>(params.key, batch, key_head, key, params.keys, params.head_dim));
+    }
     uint32_t excluded = 0;
     if (params.block_mask.words != nullptr)
       excluded =
@@ -310,7 +473,13 @@ __device__ __forceinline__ void attend_step_by_step(const AttentionForwardParams
                   : fmaf(logit, params.logit_scale, to_float(bias.row(row)[key + offset]));
     }
     softmax.template step<true>(logits, output);
-    multiply_weights<T>(output, logits, FragmentsDown<Rows>({memory.values(stage)}, key));
+    if constexpr (Memory::kIsWhole) {
+      multiply_weights<T>(output, logits, FragmentsDown<Rows>({memory.values(stage)}, key));
+    } else {
+      multiply_weights<T>(
+          output, logits,
+          GlobalFragments<T>(params.value, batch, key_head, key, params.keys, params.value_dim));
+    }
   }
   const RowEnds row_ends(params, head);
 #pragma unroll
@@ -339,7 +508,9 @@ __device__ __forceinline__ void attend_members(
   using Memory = HopperHeadsForwardMemory<kHasMask, kIndex>;
   constexpr int kStages = Memory::kStages, kDim = Memory::kDim, kRowBytes = Memory::kRowBytes;
   constexpr int kStepKeys = Memory::kTile.step_keys, kN = kStepKeys / 8;
-  constexpr int kSteps = Memory::kTile.steps();
+  constexpr int kSteps = Memory::kSteps, kStepsOfMember = Memory::kCopies * kSteps;
+  using Turn = StageInTurn<kStages>;
+  using Bias = BiasOfLane<T, Memory>;
   extern __shared__ __align__(1024) char shared_memory[];
   // Read anew where they are needed: registers are few.
   const auto lane = [] { return thread_index_anew() % 32; };
@@ -352,19 +523,18 @@ __device__ __forceinline__ void attend_members(
   };
 
   References references;
-  BiasOfLane<T, kSteps, kN, Memory::kTile.keeps_exponents> bias(
-      params, bias_rows(), work.first_query + 16 * warp(), references);
+  Bias bias(params, bias_rows(), memory, warp(), work.first_query + 16 * warp(), references);
   const float scale = params.logit_scale * kLog2E;
   float scores[2][kN][4], output[kDim / 8][4] = {}, sums[2] = {}, factors[2] = {};
   uint32_t weights[2][kN / 2][4] = {};
   bool is_done_step_by_step = true;  // the member before, or there is none
 
-  const auto start_scores = [&]<int kStep>(int stage) {
+  const auto start_scores = [&]<int kStep>(int query_stage, int stage) {
     constexpr int kKey = kStep * kStepKeys;
     auto& results = scores[kStep % 2];
     const uint64_t keys = narrow_matrix_at(memory.keys(stage));
     start_product_of_rows<T, kDim>(
-        results, narrow_matrix_at(memory.queries(stage) + 64 * kRowBytes * warpgroup), 0,
+        results, narrow_matrix_at(memory.queries(query_stage) + 64 * kRowBytes * warpgroup), 0,
         moved(keys, kKey * kRowBytes), 0);
     if constexpr (kHasMask) {
       start_product<T, true>(results, rows_alike_at(memory.ones()),
@@ -378,14 +548,15 @@ __device__ __forceinline__ void attend_members(
         output, weights[kStep % 2],
         moved(narrow_matrix_at(memory.values(stage)), kStep * kStepKeys * kRowBytes));
   };
-  const auto make_weights = [&]<int kStep>() {
+  // added_of(n, half): what the bias adds to exponents.
+  const auto make_weights = [&]<int kStep>(auto&& added_of) {
     auto& results = scores[kStep % 2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float pairs[kN];
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        const float2 added = bias.exponents(kStep, n, half, references);
+        const float2 added = added_of(n, half);
         float &first = results[n][2 * half], &second = results[n][2 * half + 1];
         first = exp2_approximate(fmaf(first, scale, added.x));
         second = exp2_approximate(fmaf(second, scale, added.y));
@@ -399,10 +570,10 @@ __device__ __forceinline__ void attend_members(
   };
   // All weights of a member are made.
   const auto end_sums = [&](int number) {
-    const int stage = number % kStages;
     int batch, head;
     work.place(params, number, batch, head);
-    const bool sees_nothing = kHasMask && Memory::sees_nothing(shared_memory, stage) != 0;
+    const bool sees_nothing =
+        kHasMask && Memory::sees_nothing(shared_memory, Memory::query_stage(number)) != 0;
     bool are_fine = true;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -411,7 +582,7 @@ __device__ __forceinline__ void attend_members(
     }
     is_done_step_by_step = !__all_sync(~0u, are_fine);
     if (is_done_step_by_step) {
-      attend_step_by_step(params, memory, stage, bias_rows(), batch, head, work.first_query,
+      attend_step_by_step(params, memory, number, bias_rows(), batch, head, work.first_query,
                           16 * warp(), references);
       bias.update(params, bias_rows(), work.first_query + 16 * warp(), references);
     } else {
@@ -429,10 +600,13 @@ __device__ __forceinline__ void attend_members(
     }
     sums[0] = sums[1] = 0.f;
   };
+  // All products with what it holds are done.
+  const auto give_back = [&](int stage) {
+    __syncwarp();
+    if (lane() == 0) memory.stage_is_used(stage).arrive();
+  };
   // All products of a member are done.
   const auto end_output = [&](int number) {
-    __syncwarp();
-    if (lane() == 0) memory.stage_is_used(number % kStages).arrive();
     if (is_done_step_by_step) return;
     const int own = warp();
     if (lane() == 0) wait_for_reads_of_stores();
@@ -460,49 +634,61 @@ __device__ __forceinline__ void attend_members(
   const int count = work.count();
   memory.stage_is_there(0).wait(0);
   begin_products();
-  start_scores.template operator()<0>(0);
+  start_scores.template operator()<0>(0, 0);
   end_products();
   wait_for_products<0>();
   touch(scores[0]);
+  [[maybe_unused]] Turn turn_of_ring;
   // Of a member. Before the first one and after the last one, products have whatever is there.
-  // Returns whether there is a step after it.
-  const auto take_step = [&]<int kStep>(int number) {
-    constexpr bool kIsFirst = kStep == 0, kIsLast = kStep + 1 == kSteps;
-    if (kStep == 1) {
-      if (number > 0) end_output(number - 1);
-      if (number == count) return false;
-#pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) output[i / 4][i % 4] = 0.f;
-    }
-    if (kIsLast && number + 1 < count)
-      memory.stage_is_there((number + 1) % kStages).wait((number + 1) / kStages & 1);
+  const auto take_step = [&]<int kStepOfMember>(int number) __attribute__((always_inline)) {
+    constexpr int kStep = kStepOfMember % kSteps;
+    constexpr bool kIsFirst = kStepOfMember == 0, kIsLast = kStepOfMember + 1 == kStepsOfMember;
+    constexpr bool kEndsCopy = kStep + 1 == kSteps;
+    const Turn turn = Memory::kIsWhole ? Turn::of(number) : turn_of_ring;
+    const Turn next = kEndsCopy ? turn.next() : turn;
+    if (kEndsCopy && (!kIsLast || number + 1 < count))
+      memory.stage_is_there(next.stage).wait(next.parity);
     begin_products();
-    start_output.template operator()<(kStep + kSteps - 1) % kSteps>(
-        (number + (kIsFirst ? kStages - 1 : 0)) % kStages);
-    start_scores.template operator()<(kStep + 1) % kSteps>((number + (kIsLast ? 1 : 0)) % kStages);
+    start_output.template operator()<(kStep + kSteps - 1) % kSteps>(kStep == 0 ? turn.before()
+                                                                               : turn.stage);
+    start_scores.template operator()<(kStep + 1) % kSteps>(
+        Memory::query_stage(number + (kIsLast ? 1 : 0)), next.stage);
     end_products();
-    if (kStep > 1) {
+    const auto others =
+        Bias::load_others(Memory::kIsWhole ? 0 : memory.bias(warp(), lane()), kStepOfMember);
+    if (kStepOfMember > 1) {
       wait_for_products<1>();
       touch(scores[kStep % 2]);
+      if (kStep == 1) give_back(turn.before());
     }
-    make_weights.template operator()<kStep>();
+    make_weights.template operator()<kStep>([&](int n, int half) {
+      return bias.exponents(others, kStepOfMember, n, half, references);
+    });
     // This never waits, and only ends a basic block: in a longer one the compiler adds weights to
     // their sums so late that registers spill.
     if (Memory::kTile.keeps_exponents && kStep > 0 && kStep % 2 == 0)
-      memory.stage_is_there(number % kStages).wait(number / kStages & 1);
+      memory.stage_is_there(turn.stage).wait(turn.parity);
     if (kIsLast) end_sums(number);
     if (kIsFirst || kIsLast) {
       wait_for_products<0>();
       touch(scores[(kStep + 1) % 2]);
       touch(output);
     }
-    return true;
+    if (kEndsCopy) turn_of_ring = next;
   };
-  [&]<int... kStep>(std::integer_sequence<int, kStep...>) {
-#pragma unroll 1
-    for (int number = 0; (take_step.template operator()<kStep>(number) && ...); ++number) {
+  for (int number = 0;; ++number) {
+    take_step.template operator()<0>(number);
+    if (number > 0) {
+      give_back((Memory::kIsWhole ? Turn::of(number) : turn_of_ring).before());
+      end_output(number - 1);
     }
-  }(std::make_integer_sequence<int, kSteps>{});
+    if (number == count) break;
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) output[i / 4][i % 4] = 0.f;
+    [&]<int... kStep>(std::integer_sequence<int, kStep...>) __attribute__((always_inline)) {
+      (take_step.template operator()<kStep + 1>(number), ...);
+    }(std::make_integer_sequence<int, kStepsOfMember - 1>{});
+  }
   if (lane() == 0) wait_for_reads_of_stores();
 }
 

@@ -213,10 +213,32 @@ inline int hopper_forward_tile(const AttentionParams& params) {
   return shares && params.queries > kMostQueriesOfSharedRows ? tile : -1;
 }
 
+// How many blocks take the members of all entries of the bias, for each of `tiles` tiles of
+// queries, where `room` blocks run at a time. Each entry's members are cut into as many parts, or
+// those of some entries into one more. The blocks of the others are larger and begin first.
+inline int64_t units_of_members(const AttentionParams& params, int64_t tiles, int64_t room) {
+  const int64_t members = params.members_of_bias();
+  const int64_t entries = params.bias_batches() * params.bias_heads();
+  const auto time_of = [&](int64_t units) {
+    const int64_t parts = units / entries, of_fewer = entries - units % entries;
+    const int64_t rounds = divide_up(units * tiles, room);
+    const int64_t of_larger = divide_up(of_fewer * parts * tiles, room);
+    return of_larger * (divide_up(members, parts) + kMembersOfStart) +
+           (rounds - of_larger) * (divide_up(members, parts + 1) + kMembersOfStart);
+  };
+  int64_t best = entries;
+  for (int64_t waves = 1; waves <= kMostWavesOfMembers; ++waves) {
+    const int64_t most = std::clamp(waves * room / tiles, entries, entries * members);
+    for (const int64_t units : {most / entries * entries, most})
+      if (time_of(units) < time_of(best)) best = units;
+  }
+  return best;
+}
+
 // A row of kAttentionHopperHeadsForwardTiles for heads that share a bias, or -1, also if other
-// kernels are faster. Sets into how many parts they are cut.
+// kernels are faster. Sets the number of blocks.
 inline int hopper_heads_tile(const AttentionForwardParams& params, const Device& device,
-                             int& parts) {
+                             int64_t& blocks) {
   if (hopper_bias(params) != HopperBias::kTile || !has_dense_rows(params) ||
       !takes_tensors(params) || params.queries <= kMaxDecodeQueries || params.rows() == 0 ||
       std::max(params.head_dim, params.value_dim) > AttentionHopperHeadsForwardTile::head_dim ||
@@ -227,16 +249,16 @@ inline int hopper_heads_tile(const AttentionForwardParams& params, const Device&
        ++index) {
     const AttentionHopperHeadsForwardTile& tile = kAttentionHopperHeadsForwardTiles[index];
     if (params.keys > tile.keys) continue;
-    const int64_t blocks = params.bias_batches() * params.bias_heads() *
-                           divide_up<int64_t>(params.queries, tile.queries());
-    if (blocks > INT32_MAX) return -1;
-    const int64_t found = parts_of_members(params, blocks, device.multiprocessors);
-    parts = static_cast<int>(found);
-    const double filled = filled_part(blocks * found, device.multiprocessors) *
+    const int64_t entries = params.bias_batches() * params.bias_heads();
+    const int64_t tiles = divide_up<int64_t>(params.queries, tile.queries());
+    if (entries * tiles > INT32_MAX) return -1;
+    const int64_t units = units_of_members(params, tiles, device.multiprocessors);
+    blocks = units * tiles;
+    const double filled = filled_part(blocks, device.multiprocessors) *
                           filled_part(params.keys, tile.keys) *
                           filled_part(params.queries, tile.queries());
     return 100 * filled >= kFilledPercentOfBiasInRegisters &&
-                   params.members_of_bias() >= kFewestMembersOfBias * found
+                   params.members_of_bias() >= kFewestMembersOfBias * divide_up(units, entries)
                ? index
                : -1;
   }
@@ -333,9 +355,8 @@ struct Sm90 {
     if (device.major != kHopperMajor || small_tile(params, device) >= 0) return {};
     ForwardPlan plan;
     plan.backend = kId;
-    plan.tile = hopper_heads_tile(params, device, plan.bias_parts);
-    if (plan.tile >= 0 && has_code(0)) return plan_heads(plan, params);
-    plan.bias_parts = 1;
+    plan.tile = hopper_heads_tile(params, device, plan.blocks);
+    if (plan.tile >= 0 && has_code(0)) return plan_heads(plan);
     plan.tile = hopper_forward_tile(params);
     if (plan.tile < 0 || !has_code(plan.tile)) return {};
     const AttentionHopperTile& tile = kAttentionHopperTiles[plan.tile];
@@ -399,7 +420,7 @@ struct Sm90 {
   }
 
  private:
-  static ForwardPlan plan_heads(ForwardPlan plan, const AttentionForwardParams& params) {
+  static ForwardPlan plan_heads(ForwardPlan plan) {
     const AttentionHopperHeadsForwardTile& tile = kAttentionHopperHeadsForwardTiles[plan.tile];
     plan.kernel = ForwardKernel::kHeads;
     plan.reads_bias_in_place = true;
@@ -407,8 +428,6 @@ struct Sm90 {
     plan.tile_queries = tile.queries();
     plan.tile_keys = tile.keys;
     plan.threads = tile.threads();
-    plan.blocks = plan.bias_parts * params.bias_batches() * params.bias_heads() *
-                  divide_up<int64_t>(params.queries, tile.queries());
     return plan;
   }
   static BackwardPlan plan_heads(const AttentionBackwardParams& params, int index,

@@ -58,6 +58,11 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Prefetches what loads will read to the L1 cache.
+__device__ inline void prefetch(const void* global) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(global) : "memory");
+}
+
 // Starts to copy a box of a tensor to shared memory, which counts on the barrier. What lies beyond
 // the tensor becomes 0.
 __device__ inline void start_copy_of_box(uint32_t shared, const CUtensorMap& map, Barrier barrier,
