@@ -210,7 +210,6 @@ inline constexpr int kFilledPercentOfHeads = 70, kFilledPercentOfHeadsAlone = 50
 // keys.
 struct AttentionHopperHeadsForwardTile {
   int keys, step_keys, stages;
-  bool keeps_exponents;  // that the bias adds, in float32, or the bias in 16 bits
   bool halves_bias;
   static constexpr int head_dim = 32, warpgroups = 2, copier_registers = 24, registers = 240;
   static constexpr int kCopyKeys = 128;
@@ -221,19 +220,21 @@ struct AttentionHopperHeadsForwardTile {
 };
 // clang-format off
 inline constexpr AttentionHopperHeadsForwardTile kAttentionHopperHeadsForwardTiles[] = {
-    // keys, of a step, stages, keeps exponents, halves the bias
-    {   256,        32,      4, true,            false},
-    {   384,        64,      3, false,           false},
-    {   512,        32,      2, false,           false},
-    {   640,        64,      5, false,           true},
-    {   768,        64,      5, false,           true},
-    {   896,        32,      4, false,           true},
-    {  1024,        32,      3, false,           true},
+    // keys, of a step, stages, halves the bias
+    {   256,        64,      4, false},
+    {   384,        64,      3, false},
+    {   512,        32,      2, false},
+    {   640,        64,      5, true},
+    {   768,        64,      5, true},
+    {   896,        32,      4, true},
+    {  1024,        32,      3, true},
 };
 // clang-format on
 // They are taken where a launch fills enough of their rounds and tiles, and a block has enough
-// heads after it has loaded the bias.
+// heads after it has loaded the bias. Those that halve it lose to tiles of the bias where fewer
+// heads share it.
 inline constexpr int kFilledPercentOfBiasInRegisters = 45, kFewestMembersOfBias = 4;
+inline constexpr int kFewestMembersOfHalvedBias = 96;
 
 // dB of a shared bias, summed in order on Hopper: each warpgroup has 64 queries and all keys.
 struct AttentionHopperBiasGradientTile {

@@ -206,7 +206,7 @@ _SECONDS = {
     "attention_forward": 30,
     "attention_hopper_backward": 35,
     "attention_hopper_forward": 50,
-    "attention_hopper_heads_forward": 14,
+    "attention_hopper_heads_forward": 40,
     "columns": 9,
     "softmax_backward": 30,
     "softmax_biased_dropout_backward": 35,

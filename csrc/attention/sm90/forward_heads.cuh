@@ -233,29 +233,26 @@ struct References {
   }
 };
 
-// The bias of this lane's rows, -infinity beyond the last key: pairs of entries, or of exponents,
-// which are log2(e) times what entries exceed the reference by. If registers have a half, that is
-// the left half of each step. The other one is in shared memory, where only this lane reads it.
+// The bias of this lane's rows, -infinity beyond the last key: pairs of entries. If registers have
+// a half, that is the left half of each step. The other one is in shared memory, where only this
+// lane reads it.
 template <class T, class Memory>
 class BiasOfLane {
   static constexpr int kSteps = Memory::kCopies * Memory::kSteps;
   static constexpr int kN = Memory::kTile.step_keys / 8, kKeptN = Memory::kIsWhole ? kN : kN / 2;
   static constexpr int kCount = kSteps * kKeptN * 2;
-  static constexpr bool kAreExponents = Memory::kTile.keeps_exponents;
-  static_assert(Memory::kIsWhole || !kAreExponents);
 
  public:
   // Sets the references to the largest entries.
   __device__ __forceinline__ BiasOfLane(const AttentionParams& params, const BiasRows<T>& bias,
                                         const Memory& memory, int warp, int first_query,
                                         References& references) {
-    uint32_t words[kCount];
     float largest[2] = {-INFINITY, -INFINITY};
     const auto load_half = [&](int first_key) {
-      load(params, bias, first_query, first_key, words);
+      load(params, bias, first_query, first_key);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const Pack<T, 2> pair{words[i]};
+        const Pack<T, 2> pair{words_[i]};
         largest[i % 2] = fmaxf(largest[i % 2], fmaxf(pair[0], pair[1]));
       }
     };
@@ -265,22 +262,16 @@ class BiasOfLane {
 #pragma unroll
       for (int i = 0; i < kCount / 4; ++i)
         store_four(mine + place(i),
-                   {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+                   {words_[4 * i], words_[4 * i + 1], words_[4 * i + 2], words_[4 * i + 3]});
     }
     load_half(0);
     references.set(0, warp_max<4>(largest[0]));
     references.set(1, warp_max<4>(largest[1]));
-    keep(words, references);
   }
-  // After references have changed, or after rows were computed step by step. Those can have the
-  // registers of a half.
-  __device__ __forceinline__ void update(const AttentionParams& params, const BiasRows<T>& bias,
-                                         int first_query, const References& references) {
-    if constexpr (kAreExponents || !Memory::kIsWhole) {
-      uint32_t words[kCount];
-      load(params, bias, first_query, 0, words);
-      keep(words, references);
-    }
+  // After rows were computed step by step, which can have the registers of a half.
+  __device__ __forceinline__ void load_again(const AttentionParams& params, const BiasRows<T>& bias,
+                                             int first_query) {
+    if constexpr (!Memory::kIsWhole) load(params, bias, first_query, 0);
   }
   // What shared memory has of a step.
   struct Others {
@@ -303,18 +294,12 @@ class BiasOfLane {
                                               const References& references) const {
     if (n >= kKeptN)
       return exponents_of(others.words[(n - kKeptN) * 2 + half], references.offset(half));
-    const Kept& kept = kept_[(step * kKeptN + n) * 2 + half];
-    if constexpr (kAreExponents) {
-      return kept;
-    } else {
-      // Unknown: otherwise floats would be kept.
-      return exponents_of(unknown(kept), references.offset(half));
-    }
+    // Unknown: otherwise floats would be kept.
+    return exponents_of(unknown(words_[(step * kKeptN + n) * 2 + half]), references.offset(half));
   }
 
  private:
-  using Kept = std::conditional_t<kAreExponents, float2, uint32_t>;
-  Kept kept_[kCount];
+  uint32_t words_[kCount];
 
   // Of a vector in shared memory.
   __device__ static constexpr int place(int i) {
@@ -324,21 +309,9 @@ class BiasOfLane {
     const Pack<T, 2> pair{word};
     return {fmaf(pair[0], kLog2E, -offset), fmaf(pair[1], kLog2E, -offset)};
   }
-  __device__ __forceinline__ void keep(const uint32_t (&words)[kCount],
-                                       const References& references) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if constexpr (kAreExponents) {
-        kept_[i] = exponents_of(words[i], references.offset(i % 2));
-      } else {
-        kept_[i] = words[i];
-      }
-    }
-  }
   // Pairs of entries of each step, from its key `first_key` on, 0 beyond the last query.
-  __device__ __forceinline__ static void load(const AttentionParams& params,
-                                              const BiasRows<T>& bias, int first_query,
-                                              int first_key, uint32_t (&words)[kCount]) {
+  __device__ __forceinline__ void load(const AttentionParams& params, const BiasRows<T>& bias,
+                                       int first_query, int first_key) {
     constexpr uint32_t kLowest = Pack<T, 2>::kLowestWord;
     const FirstElement mine;
     const uint16_t* rows[2];
@@ -356,22 +329,22 @@ class BiasOfLane {
     if (__all_sync(~0u, are_pairs)) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        words[i] = kLowest;
-        load_if(column(i) < left, words[i],
+        words_[i] = kLowest;
+        load_if(column(i) < left, words_[i],
                 reinterpret_cast<const uint32_t*>(rows[i % 2] + column(i)));
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         uint32_t second = kLowest >> 16;
-        words[i] = second;
-        load_if(column(i) < left, words[i], rows[i % 2] + column(i));
+        words_[i] = second;
+        load_if(column(i) < left, words_[i], rows[i % 2] + column(i));
         load_if(column(i) + 1 < left, second, rows[i % 2] + column(i) + 1);
-        words[i] |= second << 16;
+        words_[i] |= second << 16;
       }
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) words[i] = are_there[i % 2] ? words[i] : 0;
+    for (int i = 0; i < kCount; ++i) words_[i] = are_there[i % 2] ? words_[i] : 0;
   }
 };
 
@@ -584,7 +557,7 @@ __device__ __forceinline__ void attend_members(
     if (is_done_step_by_step) {
       attend_step_by_step(params, memory, number, bias_rows(), batch, head, work.first_query,
                           16 * warp(), references);
-      bias.update(params, bias_rows(), work.first_query + 16 * warp(), references);
+      bias.load_again(params, bias_rows(), work.first_query + 16 * warp());
     } else {
       // Of the four lanes with the same two rows two have one each.
       const int half = lane() % 2;
@@ -664,10 +637,6 @@ __device__ __forceinline__ void attend_members(
     make_weights.template operator()<kStep>([&](int n, int half) {
       return bias.exponents(others, kStepOfMember, n, half, references);
     });
-    // This never waits, and only ends a basic block: in a longer one the compiler adds weights to
-    // their sums so late that registers spill.
-    if (Memory::kTile.keeps_exponents && kStep > 0 && kStep % 2 == 0)
-      memory.stage_is_there(turn.stage).wait(turn.parity);
     if (kIsLast) end_sums(number);
     if (kIsFirst || kIsLast) {
       wait_for_products<0>();

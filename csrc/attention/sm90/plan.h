@@ -252,6 +252,7 @@ inline int hopper_heads_tile(const AttentionForwardParams& params, const Device&
     const int64_t entries = params.bias_batches() * params.bias_heads();
     const int64_t tiles = divide_up<int64_t>(params.queries, tile.queries());
     if (entries * tiles > INT32_MAX) return -1;
+    if (tile.halves_bias && params.members_of_bias() < kFewestMembersOfHalvedBias) return -1;
     const int64_t units = units_of_members(params, tiles, device.multiprocessors);
     blocks = units * tiles;
     const double filled = filled_part(blocks, device.multiprocessors) *
