@@ -98,9 +98,8 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
         const Barrier there = memory.bias_is_there(stage, i);
         if constexpr (Memory::kIsRows) {
           __syncwarp();  // all lanes have waited
-          if (is_first)
-            copy_rows_anywhere<64, kKeys>(params, maps.bias, memory.bias(stage, i), there,
-                                          bias_batch, bias_head, queries.query_of(params, i), key);
+          copy_rows_anywhere<64, kKeys>(params, maps.bias, memory.bias(stage, i), there, bias_batch,
+                                        bias_head, queries.query_of(params, i), key);
           continue;
         }
         if (!is_first) continue;
