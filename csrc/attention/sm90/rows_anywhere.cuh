@@ -15,7 +15,9 @@ __device__ __forceinline__ void copy_rows_anywhere(const AttentionParams& params
                                                    Barrier there, int batch, int head, int query,
                                                    int key) {
   constexpr int kRowBytes = RowsAnywhere::row_bytes(kKeys);
-  const Strided& rows = params.bias;
+  Strided rows = params.bias;
+  // Found anew. The compiler would keep all that depends on it beyond the registers of this warp.
+  rows.query_stride = unknown(static_cast<uint32_t>(rows.query_stride));
   const RowsAnywhere anywhere(rows);
   const int64_t offset = batch * rows.batch_stride + head * rows.head_stride + key;
   const int64_t column = anywhere.column(offset);
