@@ -31,6 +31,11 @@ struct Barrier {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                  : "memory");
   }
+  // The phase also waits for the copies that this thread has begun by start_copy. Some thread
+  // arrives after that.
+  __device__ void expect_copies() const {
+    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(address) : "memory");
+  }
   // Waits until the phase of this parity is complete.
   __device__ void wait(int parity) const {
     asm volatile(

@@ -137,10 +137,9 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
           const int number = step * Memory::kPieces + piece, slot = number % Memory::kSlots;
           memory.sent_is_used(slot).wait((number / Memory::kSlots & 1) ^ 1);
           __syncwarp();  // all lanes have waited
-          if (is_first)
-            copy_rows_anywhere<Memory::kPieceRows, kKeys>(
-                params, maps.bias, memory.piece(slot), memory.sent_is_there(slot), bias_batch,
-                bias_head, query + piece * Memory::kPieceRows, first_key);
+          copy_rows_anywhere<Memory::kPieceRows, kKeys>(
+              params, maps.bias, memory.piece(slot), memory.sent_is_there(slot), bias_batch,
+              bias_head, query + piece * Memory::kPieceRows, first_key);
         }
         continue;
       }

@@ -199,7 +199,7 @@ struct HopperBackwardMemory {
     constexpr int kMultiplying = kIsStaggered ? 4 * kWarpgroups : 1;  // one speaks for all
     for (int buffer = 0; buffer < 2; ++buffer) {
       bias_is_there(buffer).init(kIsRows ? kPlacingWarps : 1);
-      scores_are_used(buffer).init(kMultiplying +
+      scores_are_used(buffer).init((kIsRows ? kWarpgroups : kMultiplying) +
                                    (sums.is_added || sums.has_diagonals ? kSummingWarps : 0) +
                                    (sums.is_in_cluster ? kStoringWarps * sums.cluster : 0));
       gradients_are_there(buffer).init(kMultiplying);

@@ -343,6 +343,15 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     start_scores(memory.queries(stage));
     start_weight_gradients(memory.gradients(stage));
     tiles.advance(params, batch, first_key);
+    // Rows of the bias come to the place of the gradients of the step before. Warps that bring them
+    // take longer than copies, so they begin as soon as the last product and copy have read these,
+    // while all products of this step run.
+    if constexpr (Memory::kIsRows) {
+      if (step > 0 && is_first_of_group) {
+        wait_for_reads_of_stores();
+        memory.scores_are_used((step - 1) % 2).arrive();
+      }
+    }
     if (exchanges_bits) kept = memory.bits(warpgroup).load(warp_in_group);
     Excluded<1, 8> excluded[Memory::kQueryPanels];
     const auto key_range_of = [](int2 range) { return KeyRange{range.x, range.y}; };
@@ -386,7 +395,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       sync_warpgroups<kWarpgroups>();
     }
     if constexpr (kHasTile) {
-      if (step > 0 && warpgroup == 0 && is_first_of_group)
+      if (!Memory::kIsRows && step > 0 && warpgroup == 0 && is_first_of_group)
         memory.scores_are_used((step - 1) % 2).arrive();
       if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group)
         start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
@@ -421,7 +430,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     add_query_gradient(step - 1, head_before, query_before, end_products);
     wait_for_products<0>();
   }
-  if (kHasTile && step > 0 && warpgroup == 0 && is_first_of_group)
+  if (kHasTile && !Memory::kIsRows && step > 0 && warpgroup == 0 && is_first_of_group)
     memory.scores_are_used((step - 1) % 2).arrive();
 
   if (is_first_of_group) {
