@@ -67,7 +67,8 @@ def steps(wheel: Path, folder: Path) -> Iterator[tuple[str, float]]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PATH": str(python.parent), "TORCH_EXTENSIONS_DIR": f"{folder}/cache"}
     began = time.perf_counter()
-    install = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel]
+    install = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    install += ["--force-reinstall", wheel]  # though this environment has the same version
     subprocess.run(install, env=environment, check=True)
     yield "pip install", time.perf_counter() - began
     found = subprocess.run(

@@ -13,7 +13,7 @@ import typer
 from measured import ROOT, Row, read
 
 NAMED_ALIKE = ("softmax", "rows", "topk", "attention", "bias", "ranges", "dropout", "training")
-NAMED_ALIKE += ("generation", "host")
+NAMED_ALIKE += ("generation", "host", "install")
 # A marker of docs/numbers.md -> the CSV file that it names, and the script that wrote it.
 ORIGINS = {
     **{name: (f"{name}.csv", f"bench_{name}.py") for name in NAMED_ALIKE},
@@ -40,6 +40,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "ranges table": ("ranges.csv", lambda rows: tables.passes_table(rows, *PLACE)),
     "dropout table": ("dropout.csv", lambda rows: tables.passes_table(rows, *PLACE, "dropout")),
     "host table": ("host.csv", tables.host_table),
+    "install table": ("install.csv", lambda rows: tables.plain_table(rows, "step", "seconds")),
     # The last runs of the tests on GPUs.
     "gpu tests": ("gpu_tests.csv", lambda rows: tables.plain_table(rows[-3:], *TESTED, words=4)),
 }

@@ -161,7 +161,7 @@ def test_gradients_of_many_heads_take_whole_heads(
         (200, 4, 200, 256, 128),
     ],
 )
-def test_rows_that_share_a_bias_keep_it_in_registers(
+def test_blocks_keep_a_bias_that_rows_share(
     rows: int, heads: int, tokens: int, tile_keys: int, blocks: int
 ) -> None:
     options: dict[str, Any] = {"bias": True}

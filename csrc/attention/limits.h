@@ -73,8 +73,8 @@ constexpr bool has_softcap_kernels(int head_dim, int value_dim) {
 }
 
 // Kernels for a bias whose rows begin anywhere. Up to this head dimension shared memory has room
-// for wider rows of it. At most so many batches and heads share an entry: of what more share, a
-// copy to aligned rows takes less time. Rows lie at least kFewestOfPitch entries apart.
+// for wider rows of it. If more than kMostSharersOfRows batches and heads share an entry, a copy to
+// aligned rows takes less time. Rows lie at least kFewestOfPitch entries apart.
 inline constexpr int kMostHeadDimOfRows = 64, kMostSharersOfRows = 4, kFewestOfPitch = 16;
 
 // A block of Hopper's forward: warpgroups of 64 queries each, and one more that only copies. Both
@@ -206,8 +206,8 @@ inline constexpr int kFilledPercentOfHeads = 70, kFilledPercentOfHeadsAlone = 50
 
 // A block of Hopper's forward that keeps the bias of its queries and takes the heads that share it:
 // two warpgroups of 64 queries, all keys in steps. Registers keep the bias, or, up to many keys,
-// registers and shared memory a half each. A stage is a whole head, or then a copy of kCopyKeys
-// keys.
+// registers and shared memory a half each. A stage holds a whole head, or kCopyKeys keys if the
+// bias is halved.
 struct AttentionHopperHeadsForwardTile {
   int keys, step_keys, stages;
   bool halves_bias;
@@ -231,8 +231,8 @@ inline constexpr AttentionHopperHeadsForwardTile kAttentionHopperHeadsForwardTil
 };
 // clang-format on
 // They are taken where a launch fills enough of their rounds and tiles, and a block has enough
-// heads after it has loaded the bias. Those that halve it lose to tiles of the bias where fewer
-// heads share it.
+// heads after it has loaded the bias. With fewer heads, kernels that copy tiles of the bias are
+// faster than those that halve it.
 inline constexpr int kFilledPercentOfBiasInRegisters = 45, kFewestMembersOfBias = 4;
 inline constexpr int kFewestMembersOfHalvedBias = 96;
 

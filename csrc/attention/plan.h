@@ -45,7 +45,7 @@ enum class ForwardKernel {
   kDecode,  // few queries
   kWide,    // head dimensions beyond kMaxHeadDim
   kSmall,   // several heads of few queries and keys in a block
-  kHeads,   // heads that share a bias in registers, of Hopper
+  kHeads,   // heads that share a bias which a block keeps, of Hopper
 };
 enum class BackwardKernel {
   kTiles,
@@ -162,7 +162,7 @@ using ForwardLaunch = Launch<AttentionForwardParams, ForwardPlan>;
 using BackwardLaunch = Launch<AttentionBackwardParams, BackwardPlan>;
 
 // Whether rows of 16-bit elements begin at multiples of 16 bytes.
-__host__ __device__ inline bool has_aligned_rows(const Strided& tensor) {
+inline bool has_aligned_rows(const Strided& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 &&
          (tensor.batch_stride | tensor.head_stride | tensor.query_stride) % 8 == 0;
 }

@@ -47,6 +47,11 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     MaskedKeys<T, Memory::kKeys>::store_ones(memory.ones());
     publish_writes();
   }
+  if constexpr (Memory::kIsRows) {
+    for (int at = 4 * static_cast<int>(threadIdx.x); at < Memory::kBiasRowBytes;
+         at += 4 * Memory::kThreads)
+      store_word(memory.zeros() + at, 0);
+  }
   __syncthreads();
   using Tiles = typename Roles::Tiles;
   using Queries = typename Roles::Queries;
@@ -150,24 +155,31 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // tile is released after the vote of the warp on the largest logits: all lanes have read theirs
     // by then, and it takes no registers.
     constexpr bool kLoadsBiasAhead = kHasTile && Memory::kBiasStages == 1;
+    static_assert(!(Memory::kIsRows && kLoadsBiasAhead));
     [[maybe_unused]] Pack<T> bias[2][kN / 4];
     const auto wait_for_bias = [&](const Tiles& tiles) {
       const int stage = tiles.step % Memory::kBiasStages;
       memory.bias_is_there(stage, warpgroup).wait(tiles.step / Memory::kBiasStages & 1);
       return stage;
     };
+    // Of rows that begin anywhere: where this lane's first entry lies in a tile. All rows of a lane
+    // have one shift, because they are 8 apart.
+    [[maybe_unused]] int place_of_row = 0;
+    [[maybe_unused]] bool are_even = false;
+    if constexpr (Memory::kIsRows) {
+      const RowsAnywhere anywhere(params.bias);
+      int bias_batch, bias_head;
+      params.entry_of_bias(queries.batch, head, bias_batch, bias_head);
+      const int64_t offset =
+          bias_batch * params.bias.batch_stride + bias_head * params.bias.head_stride;
+      place_of_row = (16 * warp_in_group + mine.row) * Memory::kBiasRowBytes +
+                     2 * (anywhere.shift(offset, mine.row) + mine.column);
+      are_even = ((anywhere.first + offset) | params.bias.query_stride) % 2 == 0;
+    }
     const auto load_bias = [&](int stage, int half) {
       using Panel = Tile<T, 64, 64>;
-      const int row = 16 * warp_in_group + lane % 8, vector = lane / 8;
-      if constexpr (Memory::kIsRows) {
-        const uint32_t first = memory.bias(stage, warpgroup) + row * Memory::kBiasRowBytes +
-                               Memory::place_of_vector(row, vector);
-#pragma unroll
-        for (int n = 0; n < kN; n += 4)
-          load_matrices(bias[half][n / 4].words, first + half * 8 * Memory::kBiasRowBytes + n * 16);
-        return;
-      }
-      const uint32_t first = memory.bias(stage, warpgroup) + Panel::offset(row, vector);
+      const uint32_t first =
+          memory.bias(stage, warpgroup) + Panel::offset(16 * warp_in_group + lane % 8, lane / 8);
 #pragma unroll
       for (int n = 0; n < kN; n += 4)
         load_matrices(bias[half][n / 4].words, (first ^ n % 8 * 16) + half * 8 * Panel::kRowBytes +
@@ -198,6 +210,38 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
+    // The same of rows that begin anywhere. Entries of an odd shift lie in two words.
+    const auto add_rows_anywhere = [&](int stage, int half) {
+      const bool is_query = warp_query + mine.row + 8 * half < params.queries;
+      const uint32_t place =
+          memory.bias(stage, warpgroup) + place_of_row + 8 * half * Memory::kBiasRowBytes;
+      const uint32_t from = is_query ? place & ~3u : memory.zeros() + 2 * mine.column;
+      // Registers have room for 8 words beside scores, sums and weights.
+      const auto add = [&]<bool kIsOdd>() {
+        constexpr int kAtATime = kIsOdd ? 4 : 8;
+#pragma unroll
+        for (int first = 0; first < kN; first += kAtATime) {
+          Pack<T, 2 * kAtATime> pack;
+          uint32_t next[kAtATime];
+#pragma unroll
+          for (int i = 0; i < kAtATime; ++i) {
+            pack.words[i] = load_word(from + 16 * (first + i));
+            if constexpr (kIsOdd) next[i] = load_word(from + 16 * (first + i) + 4);
+          }
+#pragma unroll
+          for (int i = 0; i < kAtATime; ++i) {
+            if constexpr (kIsOdd)
+              pack.words[i] = __funnelshift_r(pack.words[i], next[i], place % 4 * 8);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              float& score = scores[0][first + i][2 * half + j];
+              score = fmaf(score, params.logit_scale, pack[2 * i + j]);
+            }
+          }
+        }
+      };
+      are_even ? add.template operator()<false>() : add.template operator()<true>();
+    };
     // Products leave little of the bandwidth of shared memory. So three warpgroups load the first
     // entries of a table while products run.
     constexpr bool kLoadsPairsAhead = Memory::kIsTable && kWarpgroups > 2;
@@ -214,6 +258,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         add_bias(scores, params.logit_scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
                               64 * warpgroup + 16 * warp_in_group));
+      } else if constexpr (Memory::kIsRows) {
+        const int stage = wait_for_bias(tiles);
+        add_rows_anywhere(stage, 0);
+        add_rows_anywhere(stage, 1);
       } else {
         add_bias_of(tiles, 0);
         add_bias_of(tiles, 1);

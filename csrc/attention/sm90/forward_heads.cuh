@@ -131,7 +131,7 @@ struct HopperHeadsForwardMemory {
   }
 };
 
-// What a block takes: so many queries from the first one on of the members of a part. Blocks that
+// What a block takes: a tile of queries of the members of a part. Blocks that
 // follow each other take the same members. Of some entries of the bias the members are cut into one
 // more part than those of the others (units_of_members), whose larger blocks begin first.
 template <class Memory>
@@ -459,9 +459,9 @@ __device__ __forceinline__ void attend_step_by_step(const AttentionForwardParams
   for (int half = 0; half < 2; ++half) {
     const float sum = sum_of_row(softmax.sum[0][half]);
     const RowEnd row_end = row_ends.of(softmax.max[0][half], sum);
-    if (sum != 0.f) references.set(half, softmax.max[0][half]);
     const int row = query + row_offset(0, 2 * half);
-    if (row >= params.queries) continue;
+    if (row >= params.queries) continue;  // its reference stays that of a bias of 0
+    if (sum != 0.f) references.set(half, softmax.max[0][half]);
     if (mine.column == 0) row_end.store(params, params.row_index(batch, head, row));
     T* const results = params.output.row<T>(batch, head, row) + mine.column;
 #pragma unroll
@@ -521,15 +521,15 @@ __device__ __forceinline__ void attend_members(
         output, weights[kStep % 2],
         moved(narrow_matrix_at(memory.values(stage)), kStep * kStepKeys * kRowBytes));
   };
-  // added_of(n, half): what the bias adds to exponents.
-  const auto make_weights = [&]<int kStep>(auto&& added_of) {
+  const auto make_weights = [&]<int kStepOfMember>(const typename Bias::Others& others) {
+    constexpr int kStep = kStepOfMember % kSteps;
     auto& results = scores[kStep % 2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float pairs[kN];
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        const float2 added = added_of(n, half);
+        const float2 added = bias.exponents(others, kStepOfMember, n, half, references);
         float &first = results[n][2 * half], &second = results[n][2 * half + 1];
         first = exp2_approximate(fmaf(first, scale, added.x));
         second = exp2_approximate(fmaf(second, scale, added.y));
@@ -634,9 +634,7 @@ __device__ __forceinline__ void attend_members(
       touch(scores[kStep % 2]);
       if (kStep == 1) give_back(turn.before());
     }
-    make_weights.template operator()<kStep>([&](int n, int half) {
-      return bias.exponents(others, kStepOfMember, n, half, references);
-    });
+    make_weights.template operator()<kStepOfMember>(others);
     if (kIsLast) end_sums(number);
     if (kIsFirst || kIsLast) {
       wait_for_products<0>();

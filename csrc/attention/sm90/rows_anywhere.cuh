@@ -8,16 +8,14 @@ namespace megasoftmax {
 
 // Starts to copy rows of a bias that begin anywhere, from `query` and `key` on, if there are some.
 // All lanes of a warp call it. A box reads beside its rows. Where that may lie outside of the
-// storage, the lanes copy the vectors of 16 bytes that have some of a row.
+// storage, the lanes copy the vectors of 16 bytes that have some of a row, up to its end.
 template <int kRows, int kKeys>
 __device__ __forceinline__ void copy_rows_anywhere(const AttentionParams& params,
                                                    const CUtensorMap& map, uint32_t shared,
                                                    Barrier there, int batch, int head, int query,
                                                    int key) {
   constexpr int kRowBytes = RowsAnywhere::row_bytes(kKeys);
-  Strided rows = params.bias;
-  // Found anew. The compiler would keep all that depends on it beyond the registers of this warp.
-  rows.query_stride = unknown(static_cast<uint32_t>(rows.query_stride));
+  const Strided& rows = params.bias;
   const RowsAnywhere anywhere(rows);
   const int64_t offset = batch * rows.batch_stride + head * rows.head_stride + key;
   const int64_t column = anywhere.column(offset);
@@ -44,7 +42,7 @@ __device__ __forceinline__ void copy_rows_anywhere(const AttentionParams& params
 #pragma unroll
     for (int at = 0; at < kRowBytes; at += 64) {
       const int mine = at + lane % 4 * 16;
-      if (mine < bytes) start_copy(to + mine, from + mine);
+      if (mine < bytes) start_copy_of(to + mine, from + mine, min(bytes - mine, 16));
     }
     to += 8 * kRowBytes;
     from += 16 * rows.query_stride;

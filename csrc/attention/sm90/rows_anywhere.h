@@ -5,7 +5,7 @@
 // Tensor copies find rows at multiples of 16 bytes. Eight rows further is such a multiple, whatever
 // the pitch. So rows 8 a + j have a dimension for a and one for each bit of j: 1, 2 and 4 rows
 // further, rounded to the nearest multiple of 16 bytes. What rounding leaves of a row is its shift:
-// the place of its first entry in a row of the box, which is so much wider than the keys.
+// the place of its first entry in a row of the box, which is wider than the keys by kMoreColumns.
 
 #include <cstdint>
 
@@ -20,7 +20,7 @@ struct RowsAnywhere {
   // Entries of the map are of 8 bytes, so that their numbers have 31 bits up to 16 GB.
   static constexpr int kInMapEntry = 4;
 
-  // Bytes of a row of a box, for so many keys.
+  // Bytes of a row of a box with these keys.
   static constexpr int row_bytes(int keys) { return 2 * (keys + kMoreColumns); }
 
   int left[3];  // of 1, 2, 4 rows by rounding, in entries, -3 to 4

@@ -95,10 +95,11 @@ struct HopperBackwardMemory {
   static constexpr int kSentBytes = kScoreBytes / kMaxBiasCluster * (kMaxBiasCluster - 1);
   static_assert(kSentBytes >= kDiagonalsAt - kMaskedAt && kQueryPanels <= 2);
   static_assert(kQueries % (8 * kMaxBiasCluster) == 0);  // swizzled alike
-  // HopperBias::kRows has no clusters and no mask. Rows of the bias come in pieces to this place,
-  // a ring, and warps bring them to their tile. A slot of the ring belongs to one warp. If several
-  // warps took turns at a slot, one could wait for its piece while the piece before is on its way.
-  // It would not wait: the parity of its phase is that of the last complete phase.
+  // HopperBias::kRows has no clusters, and no mask in shared memory. Rows of the bias come in
+  // pieces to this place, a ring, and warps bring them to their tile. A slot of the ring belongs to
+  // one warp. If several warps took turns at a slot, one could wait for its piece while the piece
+  // before is on its way. It would not wait: the parity of its phase is that of the last complete
+  // phase.
   static constexpr int kPlacingWarps = 3;
   static constexpr int kPieceRows = kQueries / 8, kPieces = 8;
   static constexpr int kPieceBytes = kPieceRows * RowsAnywhere::row_bytes(kKeys);

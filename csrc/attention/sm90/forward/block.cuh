@@ -21,14 +21,12 @@ struct HopperForward {
   using Tiles = std::conditional_t<kIsUnmasked, TilesToCopy, FollowedTiles>;
   using Queries = QueriesOfBlock<kIsUnmasked && !kHasBias>;
 
-  // All work of a warp of the copying warpgroup, in copy.cuh, find_and_fill.cuh and
-  // place_rows.cuh. Arguments are no members: with members in their place, ptxas spills more.
+  // All work of a warp of the copying warpgroup, in copy.cuh and find_and_fill.cuh. Arguments are
+  // no members: with members in their place, ptxas spills more.
   __device__ static void copy(const AttentionForwardParams& params, const TensorMaps& maps,
                               const Memory& memory, WorkOfBlock& work);
   __device__ static void find_and_fill(const AttentionForwardParams& params, const Memory& memory,
                                        WorkOfBlock& work);
-  __device__ static void place_rows_anywhere(const AttentionForwardParams& params, uint32_t tile,
-                                             int shift_of_first, int queries);
 
   __device__ __forceinline__ static Queries queries_of(
       const AttentionForwardParams& params, const WorkOfBlock& work,

@@ -44,7 +44,7 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
     const AttentionForwardParams& params, const TensorMaps& maps, const Memory& memory,
     WorkOfBlock& work) {
   if (threadIdx.x >= 32) {
-    if constexpr (Memory::kHasFillers || !kIsUnmasked) find_and_fill(params, memory, work);
+    if constexpr (Memory::kIsTable || !kIsUnmasked) find_and_fill(params, memory, work);
     return;
   }
   uint32_t first_step = 0;  // steps of the tiles of queries before
@@ -93,21 +93,16 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
       params.entry_of_bias(queries.batch, queries.head, bias_batch, bias_head);
     const auto fill_bias = [&](uint32_t step, int key) {
       const int stage = step % Memory::kBiasStages;
-      if constexpr (Memory::kIsRows) {
-#pragma unroll 1
-        for (int i = 0; i < kWarpgroups; ++i) {
-          memory.bias_is_used(stage, i).wait((step / Memory::kBiasStages & 1) ^ 1);
-          __syncwarp();  // all lanes have waited
-          copy_rows_anywhere<64, kKeys>(params, maps.bias, memory.bias(stage, i),
-                                        memory.rows_are_there(stage, i), bias_batch, bias_head,
-                                        queries.query_of(params, i), key);
-        }
-        return;
-      }
       for (int i = 0; i < kWarpgroups; ++i) {
         memory.bias_is_used(stage, i).wait((step / Memory::kBiasStages & 1) ^ 1);
-        if (!is_first) continue;
         const Barrier there = memory.bias_is_there(stage, i);
+        if constexpr (Memory::kIsRows) {
+          __syncwarp();  // all lanes have waited
+          copy_rows_anywhere<64, kKeys>(params, maps.bias, memory.bias(stage, i), there, bias_batch,
+                                        bias_head, queries.query_of(params, i), key);
+          continue;
+        }
+        if (!is_first) continue;
         there.arrive_and_expect(Memory::kBiasBytes);
         for (int panel = 0; panel < kKeys / 64; ++panel)
           start_copy_of_box(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias,

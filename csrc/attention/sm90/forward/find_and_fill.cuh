@@ -1,10 +1,8 @@
 #pragma once
 // Warps of the copying warpgroup of Hopper's forward. With HopperMask::kAny they find what
-// the next tile of queries sees. With a relative bias they fill in its entries. Rows of a dense
-// bias that begin anywhere they move.
+// the next tile of queries sees. With a relative bias they fill in its entries.
 
 #include "block.cuh"
-#include "place_rows.cuh"
 
 namespace megasoftmax {
 
@@ -28,37 +26,21 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::find_and
       __syncwarp();  // all lanes have written theirs
       if (is_first) memory.ranges_are_there().arrive();
     }
-    if constexpr (Memory::kHasFillers) {
+    if constexpr (Memory::kIsTable) {
       if (!kIsUnmasked) memory.ranges_are_there().wait(done & 1);
       const Queries queries = queries_of(params, work, assigned);
-      [[maybe_unused]] const BiasRows<T> bias(params, queries.batch, queries.head);
-      // Of this warp's rows that begin anywhere, the shift of the first one, and how many there
-      // are.
-      [[maybe_unused]] int shift = 0, rows = 0;
-      if constexpr (Memory::kIsRows) {
-        int batch, head;
-        params.entry_of_bias(queries.batch, queries.head, batch, head);
-        shift = uniform(
-            RowsAnywhere(params.bias)
-                .shift(batch * params.bias.batch_stride + head * params.bias.head_stride, 0));
-        rows = uniform(params.queries - queries.query_of(params, finder));
-      }
+      const BiasRows<T> bias(params, queries.batch, queries.head);
       TilesToCopy tiles(params, queries, assigned, first_step);
       for (; tiles.are_left(); tiles.advance(params, queries, assigned)) {
         const int stage = tiles.step % Memory::kBiasStages;
-        if constexpr (Memory::kIsTable) {
-          Memory::diagonals(shared_memory, stage)
-              .template fill<32 * Memory::kFillers>(
-                  static_cast<int>(threadIdx.x) - 32, bias, queries.first_query, tiles.key,
-                  params.queries, params.keys, [&] {
-                    memory.bias_is_used(stage, 0).wait((tiles.step / Memory::kBiasStages & 1) ^ 1);
-                  });
-        } else {
-          memory.rows_are_there(stage, finder).wait(tiles.step / Memory::kBiasStages & 1);
-          if (rows > 0) place_rows_anywhere(params, memory.bias(stage, finder), shift, rows);
-        }
+        Memory::diagonals(shared_memory, stage)
+            .template fill<32 * Memory::kFillers>(
+                static_cast<int>(threadIdx.x) - 32, bias, queries.first_query, tiles.key,
+                params.queries, params.keys, [&] {
+                  memory.bias_is_used(stage, 0).wait((tiles.step / Memory::kBiasStages & 1) ^ 1);
+                });
         __syncwarp();  // all lanes have written theirs
-        if (is_first) memory.bias_is_there(stage, Memory::kIsTable ? 0 : finder).arrive();
+        if (is_first) memory.bias_is_there(stage, 0).arrive();
       }
       first_step = uniform(tiles.step);
       if constexpr (!kIsUnmasked) {

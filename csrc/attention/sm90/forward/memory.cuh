@@ -137,30 +137,22 @@ struct HopperMemory {
                                     : kIsRows ? 64 * kBiasRowBytes
                                               : kKeys / 64 * kBiasPanelBytes;
   static_assert(!kIsRows || kBiasBytes % 128 == 0);
-  // A tile of HopperBias::kRows has wider rows. A warp moves them, and swizzles their vectors: rows
-  // lie 32 bytes of 128 apart, so that rows 4 to 7 of eight would lie in the banks of rows 0 to 3.
-  __device__ static int place_of_vector(int row, int vector) {
-    return (vector ^ (row >> 2 & 1)) * 16;
-  }
   static constexpr int kBiasTilesOfStage = kWarpgroups / kBiasSharers;
   static constexpr int kBiasTiles = !is_bias(kBias) ? 0 : kBiasStages * kBiasTilesOfStage;
-  static constexpr int kBarriersAt = kBiasAt + kBiasTiles * kBiasBytes;
+  // Behind the tiles of HopperBias::kRows: a row of zeros, for queries beyond the last one.
+  static constexpr int kZerosAt = kBiasAt + kBiasTiles * kBiasBytes;
+  static constexpr int kBarriersAt = kZerosAt + (kIsRows ? kBiasRowBytes : 0);
   static constexpr int kBiasBarrier = 5 + 4 * kStages;
   using Assignment = AssignedTile<kQueries>;  // two, in turn
-  static constexpr int kRowsBarrier = kBiasBarrier + 2 * kBiasTiles;
-  static constexpr int kAssignmentsAt =
-      kBarriersAt + 8 * (kRowsBarrier + (kIsRows ? kBiasTiles : 0));
+  static constexpr int kAssignmentsAt = kBarriersAt + 8 * (kBiasBarrier + 2 * kBiasTiles);
   static constexpr int kStepsAt = kAssignmentsAt + 2 * static_cast<int>(sizeof(Assignment));
   static constexpr int kBytes = kStepsAt + kStages * static_cast<int>(sizeof(int));
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
 
-  // Warps beside the copying warp: those that fill in entries of a table, or move rows that begin
-  // anywhere, each those of a warpgroup, and those that find what queries see, unless a launch is
-  // unmasked.
+  // Warps beside the copying warp: those that fill in entries of a table, and those that find what
+  // queries see, unless a launch is unmasked.
   static constexpr int kFillers = 3;
-  static constexpr bool kHasFillers = kIsTable || kIsRows;
-  static constexpr int kFinders = kHasFillers ? kFillers : kWarpgroups;
-  static_assert(!kIsRows || kFillers == kWarpgroups);
+  static constexpr int kFinders = kIsTable ? kFillers : kWarpgroups;
 
   uint32_t address;
 
@@ -191,6 +183,7 @@ struct HopperMemory {
   __device__ uint32_t bias(int stage, int warpgroup) const {
     return address + kBiasAt + bias_tile(stage, warpgroup) * kBiasBytes;
   }
+  __device__ uint32_t zeros() const { return address + kZerosAt; }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier queries_are_there() const { return barrier(0); }
   __device__ Barrier queries_are_used() const { return barrier(1); }
@@ -207,10 +200,6 @@ struct HopperMemory {
   __device__ Barrier bias_is_used(int stage, int warpgroup) const {
     return barrier(kBiasBarrier + 2 * bias_tile(stage, warpgroup) + 1);
   }
-  // Of HopperBias::kRows: copied, and not yet moved.
-  __device__ Barrier rows_are_there(int stage, int warpgroup) const {
-    return barrier(kRowsBarrier + bias_tile(stage, warpgroup));
-  }
   // Called by one thread before others use the barriers.
   __device__ void init_barriers(bool is_unmasked) const {
     tile_is_assigned().init(1);
@@ -219,7 +208,7 @@ struct HopperMemory {
     queries_are_used().init(4 * kWarpgroups);
     // The copying warp arrives too: a tile without keys is not done before it has waited for the
     // last one.
-    tile_is_done().init(1 + 4 * kWarpgroups + (kHasFillers ? kFillers : 0));
+    tile_is_done().init(1 + 4 * kWarpgroups + (kIsTable ? kFillers : 0));
     for (int stage = 0; stage < kStages; ++stage) {
       keys_are_there(stage).init(1);
       values_are_there(stage).init(1);
@@ -229,7 +218,6 @@ struct HopperMemory {
     for (int i = 0; i < kBiasTiles; ++i) {
       barrier(kBiasBarrier + 2 * i).init(kIsTable ? kFillers : 1);
       barrier(kBiasBarrier + 2 * i + 1).init(4 * kBiasSharers);
-      if constexpr (kIsRows) barrier(kRowsBarrier + i).init(1);
     }
     publish_barriers();
   }
