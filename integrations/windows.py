@@ -33,7 +33,7 @@ from megasoftmax.options import AttentionOptions
 from megasoftmax.tracing import PLAIN, may_keep
 
 _LARGEST_LOGIT_SCALE = math.log(100)
-_KEPT = 32  # indices: two for each stage of a model and each size of a batch
+_KEPT = 64  # pairs of indices: a Swin has three for each size of a batch
 _LARGEST_EMBEDDED = 55  # tokens: the gradient of more than 3072 embeddings sorts them
 
 
@@ -98,21 +98,29 @@ def _indices(
 ) -> tuple[Tensor, Tensor] | None:
     """The token at each place of the windows, and its inverse.
 
-    None where calls are traced or transformed, so that torch's own ops are to be seen.
+    None where windows are not shifted: `cut` is one copy, too. On an H200, 64 images of
+    56 x 56 x 128 take 71 us by `cut` and 124 us by an index. The later stages of a Swin take 37, 18
+    and 5 us by `cut`, and 33, 12 and 11 us by an index.
+    None where calls are traced, transformed or captured by a CUDA graph. Torch's own ops run there.
     """
     device = tensor.device
     is_plain = type(tensor) in PLAIN and forward_ad._current_level < 0 and may_keep(device)
-    return _kept_indices(image, tuple(window), tuple(shift), device) if is_plain else None
+    if not (any(shift) and is_plain):
+        return None
+    # Another stream could read an index that is not written yet.
+    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+    return _kept_indices(image, tuple(window), tuple(shift), device, stream)
 
 
 @lru_cache(maxsize=_KEPT)
 def _kept_indices(
-    image: torch.Size, window: Size, shift: Size, device: torch.device
+    image: torch.Size, window: Size, shift: Size, device: torch.device, stream: int
 ) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # a training may use them later
         tokens = torch.arange(image.numel(), device=device).view(*image, 1)
         order = cut(_rolled(tokens, (-shift[0], -shift[1])), window).flatten()
-        return order, order.argsort()
+        places = torch.arange(order.numel(), device=device)
+        return order, torch.empty_like(order).scatter_(0, order, places)
 
 
 def _rolled(image: Tensor, shift: Size) -> Tensor:
