@@ -84,13 +84,14 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse, order)
+        # They have no gradient. Hooks of saved tensors, such as save_on_cpu, would copy them.
+        ctx.order, ctx.inverse = order, inverse
         ctx.shape = tensor.shape
         return tensor.reshape(-1, tensor.shape[-1]).index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Moved.apply(gradient, *ctx.saved_tensors).view(ctx.shape), None, None
+        return _Moved.apply(gradient, ctx.inverse, ctx.order).view(ctx.shape), None, None
 
 
 def _indices(
