@@ -164,14 +164,7 @@ def attend_in_windows(
             shifted.
         scale, dropout: as in `megasoftmax.attention`.
     """
-    options = _options(bias, mask, scale, dropout)
-    output = served_attention(*as_autocast(query, key, value), options, repeats_mask=True)
-    if output is None:
-        if mask is not None:
-            query, key, value = (in_windows(tensor, mask) for tensor in (query, key, value))
-        output = attend(query, key, value, options)
-        output = output if mask is None else output.flatten(0, 1)
-    return output.flatten(-2)
+    return _attend(query, key, value, mask, _options(bias, mask, scale, dropout))
 
 
 def attend_packed_in_windows(
@@ -186,7 +179,19 @@ def attend_packed_in_windows(
     options = _options(bias, mask, scale, dropout)
     output = served_packed_attention(one_as_autocast(packed), options, repeats_mask=True)
     if output is None:
-        return attend_in_windows(*unpacked(packed), bias, mask, scale, dropout)
+        return _attend(*unpacked(packed), mask, options)
+    return output.flatten(-2)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    output = served_attention(*as_autocast(query, key, value), options, repeats_mask=True)
+    if output is None:
+        if mask is not None:
+            query, key, value = (in_windows(tensor, mask) for tensor in (query, key, value))
+        output = attend(query, key, value, options)
+        output = output if mask is None else output.flatten(0, 1)
     return output.flatten(-2)
 
 
