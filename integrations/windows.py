@@ -13,9 +13,9 @@ an excluded score is larger than that, the models attend across the border of th
 megasoftmax does not. The scores of Swin V2 are at most twice its logit scale plus 16 apart. With a
 logit scale below 29 the results are the same for certain; models begin with 10, and clamp at 100.
 
-Around attention the models roll an image and cut it into windows, by two copies or three, and back
-by as many. Here each way is one copy of whole tokens by an index, `into_windows` and
-`out_of_windows`. An index has 8 bytes for each token.
+Around attention the models roll an image and cut it into windows, by up to three copies, and back
+by two. Here each way is one copy, `into_windows` and `out_of_windows`. Shifted windows copy whole
+tokens by an index. The index and its inverse have 16 bytes for each token.
 """
 
 import math
@@ -77,7 +77,7 @@ def out_of_windows(tokens: Tensor, image: torch.Size, window: Size, shift: Size)
 
 
 class _Moved(torch.autograd.Function):
-    """Tokens [tokens, channels] in another order, of [..., channels].
+    """The tokens of a tensor [..., channels] in another order, as [tokens, channels].
 
     The gradient is moved back. That of torch's indexing would add up what has the same index.
     """

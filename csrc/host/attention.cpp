@@ -77,10 +77,10 @@ Parts parts_of(const Tensor& packed) {
   return {part(0), part(1), part(2)};
 }
 
-// What is saved, in this order. Of a packed query key and value are undefined.
+// What is saved, in this order. Key and value are undefined if the query is packed.
 enum Saved { kOutput, kStatistics, kQuery, kKey, kValue, kBias, kMask, kSink, kFirst, kEnd, kSeed };
 
-// Differentiable in query, key and value, or in a packed query, of which `parts` are views.
+// Differentiable in query, key and value, or in a packed query. `parts` are its views.
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(AutogradContext* context, const Tensor& query,
                                const std::optional<Tensor>& key, const std::optional<Tensor>& value,
@@ -198,7 +198,7 @@ Tensor unmerged(const Tensor& result, at::IntArrayRef leading) {
 
 // A call that runs fused.
 struct AttentionCall {
-  Tensor packed, query, key, value;  // packed: undefined, or what the others are views of
+  Tensor packed, query, key, value;  // packed: if defined, query, key and value are views of it
   std::optional<Tensor> bias, sink;
   AttentionOptions options;
   bool return_lse;
