@@ -182,7 +182,7 @@ def cases() -> list[Case]:
     no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     deberta = Case(
         *("DeBERTa V3 base, 512 tokens", DebertaV2ForMaskedLM, 12, 768, 12, 16, 512),
-        implementations=("eager", NAME),  # it has no "sdpa", which takes no learned bias here
+        implementations=("eager", NAME),  # transformers has no "sdpa" for it
         sizes={**sizes, **no_dropout, "type_vocab_size": 0},
     )
 

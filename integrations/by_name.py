@@ -82,8 +82,9 @@ def _extended_setter(original: Callable[..., None]) -> Callable[..., None]:
         if attn_implementation in NAMES and not is_disabled():
             _serve(self, attn_implementation)
         else:
-            if attn_implementation == "eager":
-                for layer in layers_of(self):  # original refuses a DeBERTa every name
+            if attn_implementation in ("eager", {"": "eager"}):
+                # transformers' setter refuses every name for a class without its interface.
+                for layer in layers_of(self):
                     _let_be_eager(layer)
             original(self, attn_implementation, *args, **kwargs)
             _serve(self)

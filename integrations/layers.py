@@ -80,7 +80,9 @@ def model_patcher(
     Args:
         classes: see `Classes`.
         head_dim: of a layer.
-        around: classes of what has such layers and is replaced too. Reports leave it out.
+        around: classes of blocks around such layers, replaced too. Reports do not list them. FSDP2
+            changes the class of a block that it shards: `fully_shard` after patching makes undo
+            fail. Patching after `fully_shard` leaves such blocks as they are.
     """
 
     def patch_model(model: torch.nn.Module) -> PatchedLayers:

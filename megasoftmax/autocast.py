@@ -24,6 +24,6 @@ def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def one_as_autocast(tensor: Tensor) -> Tensor:
-    """Likewise of one tensor."""
+    """One tensor in that type."""
     dtype = autocast_dtype(tensor)
     return tensor if dtype is None else tensor.to(dtype)

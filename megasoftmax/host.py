@@ -105,4 +105,5 @@ _BACKWARDS = {
     "softmax_backward": (ops.softmax.IMPLEMENTATION, autograd.softmax.call_backward),
     "softmax_topk_backward": (ops.topk.IMPLEMENTATION, autograd.topk.call_backward),
     "attention_backward": (ops.attention.IMPLEMENTATION, None),
+    "attention_backward_packed": (ops.attention.PACKED, None),
 }

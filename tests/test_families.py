@@ -175,8 +175,10 @@ def test_models_are_set_as_a_whole(name):
     actual = model(**build_batch("left")).logits
     if "alibi" not in name:  # see tests/models.py
         torch.testing.assert_close(actual[real], expected[real], rtol=1e-5, atol=1e-5)
-    model.set_attn_implementation("eager")
-    assert implementations(model) == {"eager"}
+    for eager in ("eager", {"": "eager"}):
+        model.set_attn_implementation("megasoftmax")
+        model.set_attn_implementation(eager)
+        assert implementations(model) == {"eager"}
 
 
 def test_a_part_can_be_set_by_a_dictionary():

@@ -196,6 +196,27 @@ def test_tokens_move_in_compiled_and_transformed_calls():
     assert twice.grad.eq(1).all()
 
 
+def test_indices_are_kept_for_shifted_windows():
+    """Hooks of saved tensors do not see them."""
+    windows._kept_indices.cache_clear()
+    image = torch.randn(2, 6, 8, 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: pytest.fail("saved"), lambda _: _):
+        for shift in ((0, 0), (0, 2), (1, 2), (0, 2)):
+            out_of_windows(into_windows(image, (3, 4), shift), image.shape, (3, 4), shift)
+    assert windows._kept_indices.cache_info()[1:] == (2, 64, 2)
+
+
+def test_a_declined_packed_call_makes_its_options_once(monkeypatch):
+    made, make = [], windows._options
+    monkeypatch.setattr(windows, "_options", lambda *given: made.append(make(*given)) or made[-1])
+    monkeypatch.setattr(windows, "served_packed_attention", lambda *given, **options: None)
+    packed, bias = torch.randn(8, 9, 3, HEADS, 8), torch.randn(HEADS, 9, 9)
+    mask = torch.zeros(4, 9, 9).masked_fill(torch.randn(4, 9, 9).triu(1) > 0, -100)
+    found = windows.attend_packed_in_windows(packed, bias, mask, 0.3, 0.0)
+    assert len(made) == 1
+    assert found.equal(attend_in_windows(*products.unpacked(packed), bias, mask, 0.3, 0.0))
+
+
 # transformers
 
 

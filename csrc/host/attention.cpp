@@ -4,7 +4,6 @@
 #include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/randint.h>
-#include <ATen/ops/stack.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -78,10 +77,10 @@ Parts parts_of(const Tensor& packed) {
   return {part(0), part(1), part(2)};
 }
 
-// What is saved, in this order. Of a packed query key and value are undefined.
+// What is saved, in this order. Key and value are undefined if the query is packed.
 enum Saved { kOutput, kStatistics, kQuery, kKey, kValue, kBias, kMask, kSink, kFirst, kEnd, kSeed };
 
-// Differentiable in query, key and value, or in a packed query, of which `parts` are views.
+// Differentiable in query, key and value, or in a packed query. `parts` are its views.
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(AutogradContext* context, const Tensor& query,
                                const std::optional<Tensor>& key, const std::optional<Tensor>& value,
@@ -118,32 +117,23 @@ struct Attention : torch::autograd::Function<Attention> {
     const bool is_packed = !saved[kKey].defined();
     const auto [query, key, value] =
         is_packed ? parts_of(saved[kQuery]) : Parts{saved[kQuery], saved[kKey], saved[kValue]};
-    const bool is_packed_by_op = is_packed && runs_plainly(d_output);
-    Stack results = run_backward(
-        is_packed_by_op ? kAttentionBackwardPacked : kAttentionBackward,
+    const Stack results = run_backward(
+        is_packed ? kAttentionBackwardPacked : kAttentionBackward,
         stack_of(d_output, d_lse, query, key, value, output, saved[kStatistics], argument(kBias),
                  argument(kMask), scale, given[13], is_causal, left, right, argument(kSink),
                  sink_value, is_relative, argument(kFirst), argument(kEnd), c10::IValue(), 1,
                  dropout, argument(kSeed), false, wants_bias, wants_sink,
                  at::globalContext().deterministicAlgorithms()));
-    if (is_packed && !is_packed_by_op) {
-      const auto part = [&](int which) { return results[which].toTensor().transpose(1, 2); };
-      results[2] = at::stack({part(0), part(1), part(2)}, 2);
-      results.erase(results.begin(), results.begin() + 2);
-    }
     const size_t of_bias = is_packed ? 1 : 3;
     const auto result = [&](size_t which) {  // query, key, value
       const bool is_wanted = which < of_bias && given[7 + which].toBool();
       return is_wanted ? results[which].toTensor() : Tensor();
     };
-    const auto sum_of_sink = [&] {
-      return sum_over_rows(results[of_bias + 1].toTensor(), saved[kSink]);
-    };
     return {result(0),
             result(1),
             result(2),
             wants_bias ? results[of_bias].toTensor() : Tensor(),
-            wants_sink ? sum_of_sink() : Tensor(),
+            wants_sink ? sum_over_rows(results[of_bias + 1].toTensor(), saved[kSink]) : Tensor(),
             {},
             {}};
   }
@@ -208,7 +198,7 @@ Tensor unmerged(const Tensor& result, at::IntArrayRef leading) {
 
 // A call that runs fused.
 struct AttentionCall {
-  Tensor packed, query, key, value;  // packed: undefined, or what the others are views of
+  Tensor packed, query, key, value;  // packed: if defined, query, key and value are views of it
   std::optional<Tensor> bias, sink;
   AttentionOptions options;
   bool return_lse;
@@ -317,18 +307,18 @@ PyObject* attend(PyObject* const* arguments, bool is_transposed, bool repeats_ma
       options.seed.reset();
     else if (!options.seed)
       options.seed = at::randint(INT64_MIN, INT64_MAX, {1}, query.options().dtype(at::kLong));
+    const Tensor& first = packed.defined() ? packed : query;
     const bool records = at::GradMode::is_enabled() &&
-                         ((packed.defined() && packed.requires_grad()) || query.requires_grad() ||
-                          key.requires_grad() || value.requires_grad() || wants_gradient(bias) ||
-                          wants_gradient(sink));
+                         (first.requires_grad() || key.requires_grad() || value.requires_grad() ||
+                          wants_gradient(bias) || wants_gradient(sink));
     Tensor statistics;
     if (records) {
       const auto unless_packed = [&](const Tensor& tensor) {
         return packed.defined() ? std::optional<Tensor>() : tensor;
       };
       const variable_list recorded =
-          Attention::apply(packed.defined() ? packed : query, unless_packed(key),
-                           unless_packed(value), bias, sink, Parts{query, key, value}, options);
+          Attention::apply(first, unless_packed(key), unless_packed(value), bias, sink,
+                           Parts{query, key, value}, options);
       output = recorded[0], statistics = recorded[1];
     } else {
       std::tie(output, statistics) = forward(query, key, value, bias, sink, options);

@@ -18,8 +18,8 @@ PyObject* attention(PyObject* const* arguments);
 inline constexpr int kAttentionArguments = 15;
 
 // Attention with a contiguous output [batch, queries, heads, dim], as layers go on with it. If key
-// and value are None, the query is [batch, tokens, 3, heads, dim], query, key and value in one. So
-// is its gradient then.
+// and value are None, the query is [batch, tokens, 3, heads, dim], query, key and value in one. Its
+// gradient has the same shape.
 PyObject* attention_transposed(PyObject* const* arguments);
 
 // Likewise, with a mask [windows, 1 or heads, queries, keys] of a batch of images * windows.

@@ -50,12 +50,9 @@ Stack run(Operator which, Stack arguments) {
   return arguments;
 }
 
-bool runs_plainly(const Tensor& gradient) {
-  return !c10::GradMode::is_enabled() && !is_transformed() && is_plain(gradient);
-}
-
 Stack run_backward(Operator which, Stack arguments, int type_at) {
-  if (runs_plainly(arguments[0].toTensor())) return run(which, std::move(arguments));
+  if (!c10::GradMode::is_enabled() && !is_transformed() && is_plain(arguments[0].toTensor()))
+    return run(which, std::move(arguments));
   const py::gil_scoped_acquire gil;
   py::tuple all(1 + arguments.size());
   all[0] = py::str(kNames[which].name);

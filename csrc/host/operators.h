@@ -50,9 +50,6 @@ Stack stack_of(Arguments&&... arguments) {
 // The results of an op, below autograd.
 Stack run(Operator which, Stack arguments);
 
-// Whether a backward op of this gradient is neither differentiated again nor transformed.
-bool runs_plainly(const Tensor& gradient);
-
 // The results of a backward op that autograd calls. `type_at` is where the arguments have a type.
 Stack run_backward(Operator which, Stack arguments, int type_at = -1);
 

@@ -460,7 +460,7 @@ def served_packed_attention(
     """`served_attention` of query, key and value in one tensor [batch, tokens, 3, heads, head_dim].
 
     Its gradient is one tensor too, which kernels write. Autograd would make it of three by two
-    copies. None in compiled code, which sees such copies.
+    copies. None in compiled code: the compiler sees the copies and may fuse them.
     """
     if torch.compiler.is_compiling() or host.calls is None:
         return None

@@ -88,8 +88,8 @@ def _backward_in_its_layout(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
     )
 
 
-def _backward_packed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *gradients, d_bias, d_sink = _backward_in_its_layout(*args)
+def _packed(backward: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *gradients, d_bias, d_sink = backward(*args)
     return torch.stack([each.transpose(1, 2) for each in gradients], 2), d_bias, d_sink
 
 
@@ -171,8 +171,9 @@ backward_packed = define(
         "attention_backward_packed",
     )
 )
-implement(backward_packed, _backward_packed)
+implement(backward_packed, partial(_packed, _backward_in_its_layout))
 fake(backward_packed, _fake_backward_packed)
+PACKED = Implementation(IMPLEMENTATION.forward, partial(_packed, IMPLEMENTATION.backward))
 
 
 def forward_alone(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
