@@ -285,6 +285,7 @@ def test_relative_biases_run_on_hopper(head_dim: int) -> None:
         ({"major": 8}, True),
         # A few share an entry: kernels take rows that begin anywhere.
         ({"batches": 2}, False),
+        ({"batches": 2, "heads": 12}, True),  # the storage ends within 16 bytes
         ({"batches": 2, "masked": True}, False),
         ({"batches": 2, "head_dim": 128}, True),
         ({"batches": 2, "backward": True}, False),

@@ -55,6 +55,9 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     params.bias.batch_stride = 0;
     params.bias.data = &given;
     params.bias.type = call["has_float_bias"] != 0 ? DType::kFloat32 : params.query.type;
+    params.bias.last_whole_row =
+        reinterpret_cast<uintptr_t>(&given) +
+        size_of(params.bias.type) * params.heads * params.queries * params.keys;
     params.is_relative = call["is_relative"] != 0;
     if (params.is_relative) params.bias.query_stride = -1;  // entries follow key - query
     if (call["has_bias_gradient"] != 0)

@@ -42,15 +42,19 @@ inline bool takes_hopper_bias(const AttentionParams& params) {
   return has_dense_rows(params) && takes_tensor_copies(params.bias, params.bias_batches(),
                                                        params.bias_heads(), params.queries);
 }
-// Whether rows that begin anywhere need no copy: few share them, and tensor copies can take them.
+// Whether rows that begin anywhere need no copy: few share them, and tensor copies can take them,
+// where the storage does not end within 16 bytes that the last row has a part of.
 inline bool takes_rows_anywhere(const AttentionParams& params) {
   const Strided& rows = params.bias;
   // Numbers of a map's entries have 31 bits, and its strides 40 bits of bytes.
   constexpr int64_t kMostColumns = int64_t{RowsAnywhere::kInMapEntry} << 31;
   const int64_t columns = (params.bias_batches() - 1) * rows.batch_stride +
                           (params.bias_heads() - 1) * rows.head_stride + params.keys;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(rows.data) +
+                        2 * (columns + int64_t{params.queries - 1} * rows.query_stride);
   return rows.query_stride >= kFewestOfPitch && rows.query_stride < INT32_MAX &&
-         columns < kMostColumns - 1024 && params.members_of_bias() <= kMostSharersOfRows;
+         columns < kMostColumns - 1024 && params.members_of_bias() <= kMostSharersOfRows &&
+         round_up<uintptr_t>(end, 16) <= rows.last_whole_row;
 }
 inline HopperBias hopper_bias(const AttentionForwardParams& params,
                               const AttentionHopperTile& tile) {
