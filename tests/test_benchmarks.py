@@ -48,7 +48,7 @@ def test_quick_run_measures_every_implementation(device, tmp_path):
     rows = run(tmp_path / "training.csv", device=device)
     every = [*cases(), *training_others.cases()]
     expected = [(case.tiny(), name) for case in every for name in case.implementations]
-    assert sum(len(case.implementations) for case in cases()) == 46
+    assert sum(len(case.implementations) for case in cases()) == 48
     for row, (case, implementation) in zip(rows, expected, strict=True):
         assert (row["case"], row["implementation"]) == (case.name, implementation)
         assert (row["commit"], row["torch"], row["note"]) == ("abc", torch.__version__, "")
