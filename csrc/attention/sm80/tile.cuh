@@ -224,7 +224,7 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
       multiply_add<T>(results[m][2 * n + 1], a[m], pair[2], pair[3]);
     }
   } else {
-    constexpr bool kAddsOnce = std::is_same_v<T, float>;
+    constexpr bool kTakesThree = std::is_same_v<T, float>;
     float a_part[kM][4], a_rest[kM][4], b_part[4], b_rest[4], sums[kM][2][4] = {};
     const auto split = [](uint32_t word, float& part, float& rest) {
       part = to_tf32(__uint_as_float(word));
@@ -233,7 +233,7 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
     const auto add = [&](const float (&of_a)[kM][4], const float (&of_b)[4]) {
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i)
-        multiply_add_tf32(kAddsOnce ? sums[i / 2][i % 2] : results[i / 2][2 * n + i % 2],
+        multiply_add_tf32(kTakesThree ? sums[i / 2][i % 2] : results[i / 2][2 * n + i % 2],
                           of_a[i / 2], of_b[i % 2 * 2], of_b[i % 2 * 2 + 1]);
     };
 #pragma unroll
@@ -242,12 +242,12 @@ __device__ __forceinline__ void multiply_pair(Accumulators<kM, kN>& results, int
 #pragma unroll
       for (int m = 0; m < kM; ++m) split(a[m][i], a_part[m][i], a_rest[m][i]);
     }
-    if constexpr (std::is_same_v<T, float>) {
+    if constexpr (kTakesThree) {
       add(a_rest, b_part);
       add(a_part, b_rest);
     }
     add(a_part, b_part);
-    if constexpr (kAddsOnce) {
+    if constexpr (kTakesThree) {
 #pragma unroll
       for (int i = 0; i < 8 * kM; ++i)
         results[i / 8][2 * n + i / 4 % 2][i % 4] += sums[i / 8][i / 4 % 2][i % 4];

@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
-    // The same of rows that begin anywhere. Entries of an odd shift lie in two words.
+    // As add_bias_of, of rows that begin anywhere. Entries of an odd shift lie in two words.
     const auto add_rows_anywhere = [&](int stage, int half) {
       const bool is_query = warp_query + mine.row + 8 * half < params.queries;
       const uint32_t place =

@@ -56,13 +56,18 @@ inline bool takes_rows_anywhere(const AttentionParams& params) {
          columns < kMostColumns - 1024 && params.members_of_bias() <= kMostSharersOfRows &&
          round_up<uintptr_t>(end, 16) <= rows.last_whole_row;
 }
-inline HopperBias hopper_bias(const AttentionForwardParams& params,
-                              const AttentionHopperTile& tile) {
-  const HopperBias bias = hopper_bias(static_cast<const AttentionParams&>(params));
-  return bias == HopperBias::kTile && !has_aligned_rows(params.bias) &&
+// As hopper_bias, for a tile whose kernel for rows that begin anywhere serves the call or does not.
+template <class TileShape>
+HopperBias hopper_bias_for(const AttentionParams& params, const TileShape& tile, bool serves_rows) {
+  const HopperBias bias = hopper_bias(params);
+  return bias == HopperBias::kTile && !has_aligned_rows(params.bias) && serves_rows &&
                  tile.takes_rows_anywhere() && takes_rows_anywhere(params)
              ? HopperBias::kRows
              : bias;
+}
+inline HopperBias hopper_bias(const AttentionForwardParams& params,
+                              const AttentionHopperTile& tile) {
+  return hopper_bias_for(params, tile, true);
 }
 // Whether Hopper's kernels read such a bias without a copy.
 inline bool reads_in_place(const AttentionParams& params, HopperBias bias) {
@@ -118,14 +123,10 @@ inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
 // memory these rows have the place of masks. Turns have no kernels for them.
 inline HopperBias hopper_bias(const AttentionBackwardParams& params,
                               const AttentionHopperBackwardTile& tile) {
-  const HopperBias bias = hopper_bias(static_cast<const AttentionParams&>(params));
-  const bool has_kernel = (params.bias_gradient_kind == BiasGradient::kNone ||
-                           params.bias_gradient_kind == BiasGradient::kDense) &&
-                          hopper_mask(params) != HopperMask::kAny;
-  return bias == HopperBias::kTile && !has_aligned_rows(params.bias) && has_kernel &&
-                 tile.takes_rows_anywhere() && takes_rows_anywhere(params)
-             ? HopperBias::kRows
-             : bias;
+  const bool serves_rows = (params.bias_gradient_kind == BiasGradient::kNone ||
+                            params.bias_gradient_kind == BiasGradient::kDense) &&
+                           hopper_mask(params) != HopperMask::kAny;
+  return hopper_bias_for(params, tile, serves_rows);
 }
 
 // The first tile of a table that holds the head dimensions and takes the bias, or -1.

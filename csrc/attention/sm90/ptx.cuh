@@ -79,7 +79,7 @@ __device__ inline void start_copy_of_box(uint32_t shared, const CUtensorMap& map
       : "memory");
 }
 
-// The same of a map of five dimensions: rows that begin anywhere.
+// As start_copy_of_box, of a map of five dimensions: rows that begin anywhere.
 inline __device__ void start_copy_of_rows(uint32_t shared, const CUtensorMap& map, Barrier barrier,
                                           int column, int eight) {
   asm volatile(

@@ -56,7 +56,7 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const Strided& tensor, int6
   return static_cast<cudaError_t>(result);  // the runtime's errors have the driver's numbers
 }
 
-// Boxes of rows that begin anywhere, see RowsAnywhere, and so many keys, not swizzled. Dimensions:
+// Boxes of rows that begin anywhere, see RowsAnywhere, and box_keys keys, not swizzled. Dimensions:
 // columns in entries of 8 bytes; 1, 2 and 4 rows; 8 rows. Heads differ by their first column.
 inline cudaError_t make_map_of_rows_anywhere(CUtensorMap& map, const Strided& tensor,
                                              int64_t batches, int64_t heads, int64_t rows,
