@@ -152,6 +152,10 @@ class Inputs:
         """Those to call an operator for; the last one is brief enough unless it says otherwise."""
         return every if not self.is_brief else every[-1:] if brief is None else brief
 
+    def many(self, batches, heads):
+        """So many that a GPU takes another kernel. A CPU has one path and computes a few."""
+        return (batches, heads) if self.device != "cpu" else (2, 3)
+
     def floats(self, *shape, dtype, layout=None):
         values = torch.randn(shape, generator=self.generator).to(dtype)
         return lay_out(values, layout or next(self.layouts), self.device)
@@ -805,7 +809,7 @@ def takes_turns(dtype, dim, **_):
 
 def attention_in_turns(given, dtype, dim, bias):
     """So many heads that blocks of keys take turns in deterministic mode; Hopper's kernels too."""
-    batches, heads = 150, 2
+    batches, heads = given.many(150, 2)
     sizes = given.sizes(((70, 200), (140, 264)), ((70, 200),))
     for queries, keys in (
         (*sizes, *FILLING_SIZES) if dim == LIMITS.attention["kSmallHeadDim"] else sizes
@@ -829,7 +833,7 @@ def attention_in_turns(given, dtype, dim, bias):
 
 def attention_small(given, dtype, dim):
     """So many heads of few queries and keys that a block takes several which share a bias."""
-    batches, heads = 16, 100
+    batches, heads = given.many(16, 100)
     sizes = ((17, 1), (64, 64), (36, 60), (49, 49))
     if dim == 32:  # more than 64 keys
         sizes = (*sizes, (100, 70), (144, 144), (20, 130))
@@ -856,7 +860,7 @@ def attention_small(given, dtype, dim):
 
 def attention_heads(given, dtype, has_bias):
     """So many heads that a block of Hopper's backward takes several, in one or more units."""
-    batches, heads = 132, 2
+    batches, heads = given.many(132, 2)
     sizes = ((64, 200), (60, 300), (190, 130), (120, 500), (63, 769))
     for (queries, keys), dim in zip(
         given.sizes(sizes, sizes[1:3]), itertools.cycle((32, 24, 8)), strict=False
@@ -880,7 +884,7 @@ def attention_shared_bias(given, dtype):
 
     Logits far from the bias make it compute rows step by step.
     """
-    batches, heads = 16, 33
+    batches, heads = given.many(16, 33)
     sizes = ((120, 250), (100, 384), (250, 501), (120, 639), (125, 199), (100, 769), (90, 1024))
     for queries, keys in given.sizes(sizes, sizes[2:4]):
         query, key, value = (

@@ -195,7 +195,7 @@ def run(*arguments):
 def test_command_without_a_gpu_says_so_and_checks_the_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     report = tmp_path / "report.txt"
-    result = run("--seconds=3", f"--report={report}", "--family=softmax")
+    result = run("--seconds=1", f"--report={report}", "--family=softmax")
     assert result.exit_code == 0, result.output
     assert result.output.startswith("torch sees no CUDA GPU: the paths of a CPU are checked")
     verdict, *rest = report.read_text().splitlines()
@@ -210,7 +210,7 @@ def test_command_reports_wrong_results_and_how_to_see_them_again(plant, monkeypa
     report = tmp_path / "report.txt"
     options = "--device=cpu", f"--report={report}"
     plant("attention", other_scale)
-    result = run("--seconds=3", "--family=attention", *options)
+    result = run("--seconds=1", "--family=attention", *options)
     assert result.exit_code == 1
     text = report.read_text()
     assert text.startswith("WRONG: ")
@@ -245,7 +245,7 @@ def test_command_without_a_result(monkeypatch, tmp_path):
 
 
 def test_another_process_runs_calls():
-    report = check(20, families=["softmax"], device="cpu", processes=1)
+    report = check(1, families=["softmax"], device="cpu", processes=1)
     assert report.passed, str(report)
 
 

@@ -59,8 +59,8 @@ def ask(function: str, **call: int) -> dict[str, list[str]]:
         "\n".join(f"{name} {value:d}" for name, value in call.items()).encode()
     )
     found: dict[str, list[str]] = {}
-    for line in text.decode().splitlines():
-        name, value = line.split(" ")
+    words = text.decode().split()
+    for name, value in zip(words[::2], words[1::2], strict=True):
         found.setdefault(name, []).append(value)
     return found
 

@@ -188,14 +188,19 @@ def _kinds() -> dict[int, str]:
 
 def _in_words(obstacles: int, regime: RowRegime, kind: str, device: Gpu) -> list[str]:
     """Why a regime does not serve such rows: bits of Obstacle in regimes.h."""
-    why = (
-        f"is not for {kind} rows",
-        f"takes at most {regime.max_vectors or 0:,} vectors",
-        f"wants at least {regime.min_rows:,} rows",
-        f"wants clusters of {regime.blocks_per_row} blocks, the GPU has {device.max_cluster}",
-        f"wants more than {device.shared_bytes:,} bytes of shared memory",
-    )
-    return [text for position, text in enumerate(why) if obstacles >> position & 1]
+    why = []
+    if obstacles & 1:
+        why.append(f"is not for {kind} rows")
+    if obstacles & 2:
+        why.append(f"takes at most {regime.max_vectors or 0:,} vectors")
+    if obstacles & 4:
+        why.append(f"wants at least {regime.min_rows:,} rows")
+    if obstacles & 8:
+        blocks = f"clusters of {regime.blocks_per_row} blocks"
+        why.append(f"wants {blocks}, the GPU has {device.max_cluster}")
+    if obstacles & 16:
+        why.append(f"wants more than {device.shared_bytes:,} bytes of shared memory")
+    return why
 
 
 def _check(
