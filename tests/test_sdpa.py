@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 import megasoftmax
 from megasoftmax import RelativeBias, TileMask, autograd
+from megasoftmax.functions import torch_sdpa
 from megasoftmax.options import AttentionOptions
 
 INF, NAN = torch.inf, torch.nan
@@ -78,14 +79,17 @@ def _arguments(choice):
 def by_sdpa(monkeypatch):
     """Of each call that torch's attention was given: whether its result was taken."""
     taken = []
-    attend = autograd.sdpa.attention
 
-    def noted(*args, **options):
-        output = attend(*args, **options)
-        taken.append(output is not None)
-        return output
+    def noting(attend):
+        def noted(*args, **options):
+            output = attend(*args, **options)
+            taken.append(output is not None)
+            return output
 
-    monkeypatch.setattr(autograd.sdpa, "attention", noted)
+        return noted
+
+    for name in ("attention", "attention_keeping_weights"):
+        monkeypatch.setattr(autograd.sdpa, name, noting(getattr(autograd.sdpa, name)))
     return taken
 
 
@@ -340,7 +344,7 @@ def test_learned_bias_that_is_not_finite(value, by_sdpa):
     assert len(by_sdpa) == 1
 
 
-def test_learned_bias_keeps_no_pairs(by_sdpa):
+def test_learned_table_keeps_no_pairs(by_sdpa):
     """Torch's attention gets [batch, heads, m, n] of bias and mask. The backward pass does not."""
     q, k, v = (each.requires_grad_() for each in tensors("cpu", heads=(2, 2), lengths=(70, 70)))
     table = normal(2, 139, device="cpu", seed=4).requires_grad_()
@@ -357,6 +361,50 @@ def test_learned_bias_keeps_no_pairs(by_sdpa):
     assert max(kept) == output.untyped_storage().nbytes() < 4 * 2 * 2 * 70 * 70
     output.sum().backward()
     assert table.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("block", [1, 3 * 35, 2 * 4 * 35])  # one head, 3 of 4, two batches
+@pytest.mark.parametrize("shared", [*itertools.product([1, 3], [1, 4])])
+def test_blocks_of_a_learned_bias(block, shared, by_sdpa, monkeypatch):
+    monkeypatch.setattr(autograd.sdpa, "_BLOCK", block)
+    q, k, v = tensors("cpu", batch=3, lengths=(5, 7))
+    bias = normal(*shared, 5, 7, device="cpu", seed=4)
+
+    def call(fused):
+        return lambda q, k, v, bias: megasoftmax.attention(q, k, v, bias=bias, fused=fused)
+
+    given = (q, k, v, bias), normal(*q.shape, device="cpu", seed=5)
+    found = _both_passes(call(None), *given)
+    torch.testing.assert_close(found, _both_passes(call(False), *given))
+    assert all(
+        itertools.starmap(bits_equal, zip(_both_passes(call(None), *given), found, strict=True))
+    )
+    assert by_sdpa == [True, True]
+
+
+@pytest.mark.parametrize("most", [4 * 5 * 13, 2 * 4 * 5 * 13])
+def test_weights_beside_a_learned_bias_are_kept_up_to_a_limit(most, monkeypatch):
+    monkeypatch.setattr(torch_sdpa, "MAX_KEPT", most)
+    q, k, v = tensors("cpu")
+    bias = normal(4, 5, 13, device="cpu", seed=4).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        megasoftmax.attention(q, k, v, bias=bias)
+    assert ((2, 4, 5, 13) in [each.shape for each in kept]) == (most == 2 * 4 * 5 * 13)
+
+
+def test_learned_bias_under_autocast():
+    q, k, v = tensors("cpu", torch.bfloat16)
+    bias = normal(4, 5, 13, device="cpu", seed=4)
+    given = (q, k, v, bias), normal(*q.shape, device="cpu", dtype=torch.bfloat16, seed=5)
+
+    def call(q, k, v, bias):
+        return megasoftmax.attention(q, k, v, bias=bias)
+
+    expected = _both_passes(call, *given)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _both_passes(call, *given)
+    assert all(itertools.starmap(bits_equal, zip(found, expected, strict=True)))
 
 
 def test_output_and_graph_of_a_learned_bias_end_together(by_sdpa):

@@ -9,22 +9,28 @@ may differ, so that the reference computes instead:
   16 keys and a NaN, for which these kernels return 0, and not NaN.
 * A gradient of the query that is not finite: gradients of scores are p (dp - D). For p = 0 that is
   NaN in these kernels if dp or D is not finite. It should be 0.
+
+They have no gradient of what is added to the scores. For a bias with a gradient, matrix products
+and torch's softmax compute the call, and the weights P are kept for the backward pass. Then an
+output or a gradient of the query that is not finite shows where the rules may differ.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasoftmax.autograd.function import is_differentiated
-from megasoftmax.reference.attention import BackwardArguments, attention_backward
+from megasoftmax.reference.attention import (
+    BackwardArguments,
+    attention_backward,
+    full_precision,
+)
 from megasoftmax.reference.softmax import (
     accumulation_dtype,
-    excluded_by_ranges,
-    excluded_by_window,
     plain,
-    union,
 )
 from megasoftmax.tracing import is_of_many_gradients, is_traced
 
@@ -33,41 +39,18 @@ _FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # quicker than the
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def added_to_scores(
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    causal: bool,
-    window: tuple[int, int],
-    first: Tensor | None,
-    end: Tensor | None,
-) -> Tensor | None:
-    """The bias, and -inf for what is excluded, [b or 1, h or 1, m, n]; None where neither is given.
-
-    Args:
-        query, key: [b, h, m, d], [b, hk, n, d].
-        bias: [b or 1, h or 1, m or 1, n or 1], not differentiated.
-        mask, causal, first, end: as in `attention_forward`.
-        window: (left, right).
+def added_to_scores(query: Tensor, bias: Tensor | None, excluded: Tensor | None) -> Tensor | None:
+    """The bias, and -inf for what is excluded, [b or 1, h or 1, m or 1, n or 1], or fewer of these
+    dimensions, in the type of logits; None where neither is given.
     """
-    queries, keys = query.shape[2], key.shape[2]
-    excluded = union(
-        mask,
-        excluded_by_window(queries, keys, causal, *window, query.device),
-        excluded_by_ranges(first, end, keys),
-    )
     dtype = accumulation_dtype(query.dtype)
     if bias is not None:
         added = bias.detach().to(dtype)
-        if excluded is not None:
-            added = torch.where(excluded, -torch.inf, added)
-    elif excluded is not None:
-        zeros = torch.zeros(excluded.shape, dtype=dtype, device=excluded.device)
-        added = zeros.masked_fill_(excluded, -torch.inf)
-    else:
+        return added if excluded is None else torch.where(excluded, -torch.inf, added)
+    if excluded is None:
         return None
-    return added[(None,) * (4 - added.dim())].expand(-1, -1, queries, keys)
+    zeros = torch.zeros(excluded.shape, dtype=dtype, device=excluded.device)
+    return zeros.masked_fill_(excluded, -torch.inf)
 
 
 def attention(
@@ -86,6 +69,8 @@ def attention(
         causal: with as many queries as keys.
         scale: factor of the products.
     """
+    if added is not None:
+        added = added[(None,) * (4 - added.dim())].expand(-1, -1, query.shape[2], key.shape[2])
     outer, heads, row, column = query.stride()
     if not (
         column == key.stride()[3] == value.stride()[3] == 1
@@ -149,14 +134,131 @@ class _Attention(torch.autograd.Function):
             )
             if math.isfinite(found[0].sum(dtype=lse.dtype).item()):
                 return *found, None
-        tensors = {"d_output": d_output, "query": query, "key": key, "value": value, "bias": added}
-        results = {"output": output, "statistics": lse}
-        d_query, d_key, d_value, _, _ = attention_backward(
-            *plain(BackwardArguments, **tensors, **results, scale=scale, causal=causal)
-        )
-        return d_query, d_key, d_value, None
+        options = {"scale": scale, "causal": causal}
+        return *_by_reference(d_output, ctx.saved_tensors, **options)[:3], None
+
+
+def _by_reference(d_output: Tensor, saved: Iterable[Any], **options: Any) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and, if options ask for it, of the bias."""
+    names = "query", "key", "value", "bias", "output", "statistics"
+    tensors = dict(zip(names, saved, strict=True))
+    given = plain(BackwardArguments, d_output=d_output, **tensors, **options)
+    return attention_backward(*given)[:4]
 
 
 _forward = _Attention.forward
 # Function.apply without what it does for transforms of functions, which take the reference.
 _apply = super(torch.autograd.Function, _Attention).apply
+
+
+# With a gradient of the bias
+
+_BLOCK = 2**18  # logits, 1 MiB, which a cache holds while products and softmax pass over them
+
+
+def attention_keeping_weights(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, excluded: Tensor | None, scale: float
+) -> Tensor | None:
+    """`attention` with a gradient of the bias.
+
+    Args:
+        query, key, value, scale: as in `attention`.
+        bias: [b or 1, h or 1, m, n].
+        excluded: bool, [b or 1, h or 1, m or 1, n or 1], or None.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    try:
+        output: Tensor = _apply_keeping(query, key, value, bias, excluded, scale)
+    except _RulesDifferError:
+        return None
+    return output
+
+
+class _KeepingWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        excluded: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """The output, in memory [b, m, h, d]; there are as many key heads as query heads."""
+        batches, heads, queries, dim = shape = query.shape
+        added = added_to_scores(query, bias, excluded)
+        assert added is not None
+        q, k, v = (each.to(added.dtype) for each in (query, key, value))
+        output = q.new_empty_strided(shape, (queries * heads * dim, dim, heads * dim, 1))
+        weights = q.new_empty(batches, heads, queries, key.shape[2])
+        added = added.expand_as(weights)
+        with full_precision("cpu"):
+            for part in _parts(weights):
+                weights[part] = added[part]
+                p = _matrices(weights, part)
+                p.baddbmm_(_matrices(q, part), _matrices(k, part).mT, alpha=scale)
+                torch.softmax(p, -1, out=p)
+                of_part = output[part]
+                of_part.copy_(torch.bmm(p, _matrices(v, part)).view(of_part.shape))
+        if not math.isfinite(output.sum().item()):
+            empty = added.amax(-1, keepdim=True) == -torch.inf
+            weights.masked_fill_(empty, 0)
+            if not math.isfinite(output.masked_fill_(empty, 0).sum().item()):
+                raise _RulesDifferError
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, bias, output, weights, excluded)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor) -> Any:
+        *saved, excluded = ctx.saved_tensors
+        if not (is_differentiated() or is_traced() or is_of_many_gradients(d_output)):
+            *inputs, _, weights = saved
+            dtype = weights.dtype
+            d_query, d_key, d_value, d_bias = gradients = [
+                each.new_zeros(each.shape, dtype=dtype) for each in inputs
+            ]
+            q, k, v, g_of_all = (each.to(dtype) for each in (*inputs[:3], d_output))
+            with full_precision("cpu"):
+                for part in _parts(weights):
+                    p, g = _matrices(weights, part), _matrices(g_of_all, part)
+                    dz = torch.bmm(g, _matrices(v, part).mT)
+                    torch._softmax_backward_data(dz, p, -1, dtype, grad_input=dz)
+                    shared = [
+                        each if size > 1 else slice(None)
+                        for each, size in zip(part, d_bias.shape, strict=False)
+                    ]
+                    sum_of_part = d_bias[tuple(shared)]
+                    sum_of_part += dz.view_as(weights[part]).sum_to_size(sum_of_part.shape)
+                    torch.bmm(dz, _matrices(k, part), out=_matrices(d_query, part))
+                    torch.bmm(dz.mT, _matrices(q, part), out=_matrices(d_key, part))
+                    torch.bmm(p.mT, g, out=_matrices(d_value, part))
+            if math.isfinite(d_query.sum().item()):
+                d_query *= ctx.scale
+                d_key *= ctx.scale
+                pairs = zip(gradients, inputs, strict=True)
+                return *(found.to(each.dtype) for found, each in pairs), None, None
+        options = {"mask": excluded, "scale": ctx.scale, "bias_gradient": True}
+        return *_by_reference(d_output, saved, **options), None, None
+
+
+def _parts(weights: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The batches and heads of each block: whole batches, or heads of one batch."""
+    batches, heads, queries, keys = weights.shape
+    of_heads = min(heads, max(1, _BLOCK // (queries * keys)))
+    of_batches = max(1, _BLOCK // (heads * queries * keys))
+    for batch in range(0, batches, of_batches):
+        for head in range(0, heads, of_heads):
+            yield slice(batch, batch + of_batches), slice(head, head + of_heads)
+
+
+def _matrices(tensor: Tensor, part: tuple[slice, slice]) -> Tensor:
+    """[b, h, x, y] of these batches and heads, as [b h, x, y]; a view if it is contiguous."""
+    return tensor[part].flatten(0, 1)
+
+
+_apply_keeping = super(torch.autograd.Function, _KeepingWeights).apply

@@ -22,7 +22,11 @@ from megasoftmax.functions.calls import (
     seed_of_call,
     with_rank,
 )
-from megasoftmax.functions.torch_sdpa import attention_by_sdpa, reasons_against_sdpa
+from megasoftmax.functions.torch_sdpa import (
+    attention_by_sdpa,
+    keeps_weights,
+    reasons_against_sdpa,
+)
 from megasoftmax.limits import kernel_limits
 from megasoftmax.masks import TileMask
 from megasoftmax.options import (
@@ -328,9 +332,11 @@ class AttentionCall(Call):
             return leading.unmerged(result, query), lse
         output = None
         if options.fused is None and query.is_cpu:
-            with torch.no_grad() if (learns := self._learns_bias()) else nullcontext():
-                output = attention_by_sdpa(query, key, value, self.scale, options)
-            if output is not None and not learns:
+            learns = self._learns_bias()
+            keeps = learns and keeps_weights(query, key, options.bias)
+            with torch.no_grad() if learns and not keeps else nullcontext():
+                output = attention_by_sdpa(query, key, value, self.scale, options, keeps)
+            if output is not None and (keeps or not learns):
                 return output, None
         if output is None:
             implementation = self.implementation()

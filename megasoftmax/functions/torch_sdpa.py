@@ -6,10 +6,13 @@ from megasoftmax import autograd, dispatch
 from megasoftmax.biases import RelativeBias
 from megasoftmax.dispatch import Reason
 from megasoftmax.functions import leading
-from megasoftmax.functions.calls import int32_bounds
+from megasoftmax.functions.calls import int32_bounds, with_rank
 from megasoftmax.masks import TileMask
 from megasoftmax.options import AttentionOptions
 from megasoftmax.reference.attention import repeated
+from megasoftmax.reference.softmax import excluded_by_ranges, excluded_by_window, union
+
+MAX_KEPT = 2**24  # weights, 64 MiB in float32; beyond them the backward pass computes them again
 
 
 def reasons_against_sdpa(
@@ -35,30 +38,50 @@ def _needs_mask(causal: bool, query: Tensor, key: Tensor) -> bool:
     return causal and query.shape[-2] not in (1, key.shape[-2])
 
 
+def keeps_weights(query: Tensor, key: Tensor, bias: Tensor | RelativeBias | None) -> bool:
+    """Whether weights are kept for the gradient of a bias: it is as large as those of a batch."""
+    batches, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    return (
+        isinstance(bias, Tensor)
+        and bias.shape[-2:] == (queries, keys)
+        and batches * heads * queries * keys <= MAX_KEPT
+    )
+
+
 def attention_by_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    options: AttentionOptions,
+    keeps: bool,
 ) -> Tensor | None:
-    """The output of a merged call by torch's own attention; None where that differs."""
+    """The output of a merged call by torch's own attention; None where that differs.
+
+    keeps: the bias has a gradient, and its `keeps_weights` is True.
+    """
     if reasons_against_sdpa(query, key, value, options):
         return None
-    bias, mask, window, visible = options.bias, options.mask, options.window, options.visible
+    bias, mask, visible = options.bias, options.mask, options.visible
     queries, keys = query.shape[2], key.shape[2]
     if mask is not None:
         mask = mask.to_mask(queries, keys) if isinstance(mask, TileMask) else mask
         mask = repeated(mask, query.shape[0]) if mask.dim() == 4 else mask
-    needs_mask = _needs_mask(options.causal, query, key)
-    if bias is None and mask is None and window is None and visible is None and not needs_mask:
-        added = None
-    else:
-        added = autograd.sdpa.added_to_scores(
-            query,
-            key,
-            bias.dense(queries, keys) if isinstance(bias, RelativeBias) else bias,
-            mask,
-            needs_mask,
-            (-1, -1) if window is None else window,
-            *((None, None) if visible is None else int32_bounds(visible, keys)),
-        )
+    needs_mask = _needs_mask(options.causal, query, key) or (keeps and options.causal)
+    window = (-1, -1) if options.window is None else options.window
+    bounds = (None, None) if visible is None else int32_bounds(visible, keys)
+    excluded = union(
+        mask,
+        excluded_by_window(queries, keys, needs_mask, *window, query.device),
+        excluded_by_ranges(*bounds, keys),
+    )
+    dense = bias.dense(queries, keys) if isinstance(bias, RelativeBias) else bias
+    if keeps:
+        assert dense is not None
+        pairs = dense[(None,) * (4 - dense.dim())], with_rank(excluded, 4)
+        return autograd.sdpa.attention_keeping_weights(query, key, value, *pairs, scale)
+    added = autograd.sdpa.added_to_scores(query, dense, excluded)
     return autograd.sdpa.attention(
         query, key, value, added, options.causal and queries == keys, scale
     )

@@ -121,7 +121,7 @@ def attention_forward(
         output = _times(weights, block.value.to(compute))
         return output, torch.stack(statistics, -1)
 
-    with _full_precision(query.device.type):
+    with full_precision(query.device.type):
         output, statistics = _in_blocks(
             forward, _block(given), lambda block: (_EVERYWHERE, _EVERYWHERE)
         )
@@ -231,7 +231,7 @@ def attention_backward(
         )
 
     whole = _block(given)._replace(output=output, d_output=d_output, d_lse=d_lse)
-    with _full_precision(query.device.type):
+    with full_precision(query.device.type):
         d_query, d_key, d_value, d_bias, d_sink = _in_blocks(backward, whole, cuts)
     if bias_gradient:
         assert bias is not None
@@ -266,7 +266,7 @@ def merge(
     statistics.copy_(torch.stack((of_both, total, of_both + total)))
 
 
-def _full_precision(device_type: str) -> AbstractContextManager[Any]:
+def full_precision(device_type: str) -> AbstractContextManager[Any]:
     """Without autocast, which would round what matrix products take."""
     # Not torch.amp.is_autocast_available, which torch 2.11 cannot trace.
     if device_type == "meta":

@@ -343,11 +343,10 @@ def _select_by_topk(values: Tensor, k: int, spare: int) -> Tensor:
     """
     candidates = min(k + spare, values.shape[-1])
     top, indices = values.topk(candidates, -1)
-    pairs = min(k, candidates - 1)
-    decreases = top.narrow(-1, 1, pairs) < top.narrow(-1, 0, pairs)  # False beside a NaN
-    if decreases.all():
+    steps = (top if candidates <= k + 1 else top.narrow(-1, 0, k + 1)).diff()
+    if steps.numel() == 0 or steps.amax().item() < 0:  # not beside a NaN
         return torch.narrow_copy(indices, -1, 0, k)
-    has_equals = ~decreases.all(-1)
+    has_equals = ~(steps < 0).all(-1)
     top, found = top[has_equals], indices[has_equals]
     found, order = found.sort(-1)
     order = top.gather(-1, order).sort(stable=True, dim=-1, descending=True).indices
