@@ -54,10 +54,7 @@ __device__ __forceinline__ void clear_dropped(uint32_t (&rounded)[kN / 2][4],
 #pragma unroll
   for (int i = 0; i < 2 * kN; ++i) {
     const float* const pair = weights[i / 2] + i % 2 * 2;
-    // Bytes of the signs.
-    const uint32_t dropped =
-        __byte_perm(__float_as_uint(pair[0]), __float_as_uint(pair[1]), 0xffbb);
-    rounded[i / 4][i % 4] &= ~dropped;
+    rounded[i / 4][i % 4] &= ~negative_halves(__float_as_uint(pair[0]), __float_as_uint(pair[1]));
   }
 }
 
