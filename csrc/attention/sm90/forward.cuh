@@ -361,8 +361,12 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       bool are_right = false;
       if (!kIsFirst && softmax.can_reuse_max && !(kCaps && excludes)) {
         if constexpr (kCaps) {  // scores are capped while weights are made of them
-          if (are_small) are_right = are_small = try_with(CappedExponents<T, 1>(params.softcap));
-          if (!are_right) are_right = try_with(CappedExponents<T, 2>(params.softcap));
+          // All lanes go the same way. If the compiler did not know it, it would spill registers.
+          if (uniform(static_cast<uint32_t>(are_small))) {
+            are_right = are_small = try_with(CappedExponents<T, 1>(params.softcap));
+          } else {
+            are_right = try_with(CappedExponents<T, 2>(params.softcap));
+          }
         } else {
           are_right = try_with(LinearExponents{(kHasBias ? 1.f : softmax.scale) * kLog2E});
         }
