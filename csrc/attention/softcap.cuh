@@ -16,10 +16,24 @@ __device__ __forceinline__ bool cap_products(const AttentionParams& params,
   return cap_scores<T, true>(reinterpret_cast<float (&)[kM * kN * 4]>(products), params.softcap);
 }
 
-// Exponents of OnlineSoftmax::try_weights, of products that a softcap caps. They are wrong if some
-// products are large. For bfloat16 a logit errs by 2.3e-5 of itself: by 5e-4 at most, if the
-// softcap is 50. Rounding changes a weight by up to 2e-3.
+// Whether tanh may be a polynomial of products: coefficients are normal numbers, and logits err by
+// less than rounding changes weights.
 template <class T>
+__device__ __forceinline__ bool takes_small_tanh(const Softcap& softcap) {
+  constexpr float kMostCapOfBfloat16 = 128.f;
+  const float inner = fabsf(softcap.inner);
+  return softcap.cap >= 1.f && inner >= 1e-5f && inner <= 1000.f &&
+         (std::is_same_v<T, __half> || softcap.cap <= kMostCapOfBfloat16);
+}
+// The terms of that polynomial, for values below kReach. For bfloat16 a logit errs by 2.3e-5 of
+// itself, or by 6.3e-5 if it is below 1: by 8e-4 at most, if the softcap is 50. Rounding changes a
+// weight by up to 2e-3.
+template <class T, int kReach = 2>
+inline constexpr int kTermsOfTanh = (std::is_same_v<T, __nv_bfloat16> ? 1 : 2) + kReach;
+
+// Exponents of OnlineSoftmax::try_weights, of products that a softcap caps. They are wrong if some
+// products are large: if v, see common/softcap.cuh, is not below kReach.
+template <class T, int kReach>
 class CappedExponents {
  public:
   __device__ explicit CappedExponents(const Softcap& softcap)
@@ -30,21 +44,12 @@ class CappedExponents {
     return fmaf(product, tanh_.over(product), -taken);
   }
   __device__ __forceinline__ bool are_wrong() const {
-    return !(__uint_as_float(largest_) * fourfold_ * fourfold_ < 4.f);
-  }
-  // Whether coefficients are normal numbers, and logits err by less than rounding changes weights.
-  __device__ __forceinline__ static bool are_fine(const Softcap& softcap) {
-    const float inner = fabsf(softcap.inner);
-    return softcap.cap >= 1.f && inner >= 1e-5f && inner <= 1000.f &&
-           (!kIsBfloat16 || softcap.cap <= kMostCapOfBfloat16);
+    return !(__uint_as_float(largest_) * fourfold_ * fourfold_ < kReach * kReach);
   }
 
  private:
-  static constexpr bool kIsBfloat16 = std::is_same_v<T, __nv_bfloat16>;
-  static constexpr float kMostCapOfBfloat16 = 200.f;
-
   float fourfold_;
-  SmallTanh<kIsBfloat16 ? 3 : 4> tanh_;
+  SmallTanh<kTermsOfTanh<T, kReach>, kReach> tanh_;
   uint32_t largest_ = 0;
 };
 
@@ -56,15 +61,9 @@ class SlopesOfScores {
  public:
   __device__ __forceinline__ void take(const Accumulators<kM, kN>& scores) {
 #pragma unroll
-    for (int i = 0; i < 2 * kPairs; ++i) take(i, scores[i / 4 / kN][i / 4 % kN][i % 4]);
-  }
-  // Of the score of element i. Elements come in their order.
-  __device__ __forceinline__ void take(int i, float score) {
-    const float slope = slope_of_tanh(score);
-    if (i % 2 == 0) {
-      even_ = slope;
-    } else {
-      pairs_[i / 2] = round_pair<Kept>(even_, slope);
+    for (int i = 0; i < kPairs; ++i) {
+      const float* const pair = scores[i / 2 / kN][i / 2 % kN] + i % 2 * 2;
+      pairs_[i] = round_pair<Kept>(slope_of_tanh(pair[0]), slope_of_tanh(pair[1]));
     }
   }
   __device__ __forceinline__ void apply(Accumulators<kM, kN>& gradients) const {
@@ -86,7 +85,6 @@ class SlopesOfScores {
   static constexpr int kPairs = kM * kN * 2;
   using Kept = std::conditional_t<sizeof(T) == 2, __half, float>;
   Pair<Kept> pairs_[kPairs];
-  float even_;
 };
 
 }  // namespace megasoftmax

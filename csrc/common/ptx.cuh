@@ -68,6 +68,12 @@ __device__ inline uint32_t bytes_of_signs(uint32_t first, uint32_t second) {
   asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(bytes) : "r"(first), "r"(second));
   return bytes;
 }
+// 0xffff for each half whose number of 32 bits is negative, by its sign bit alone.
+__device__ inline uint32_t negative_halves(uint32_t low, uint32_t high) {
+  uint32_t halves;
+  asm("prmt.b32 %0, %1, %2, 0xffbb;" : "=r"(halves) : "r"(low), "r"(high));
+  return halves;
+}
 
 // The sign of each byte of a word that is not 0.
 __device__ inline uint32_t signs_of_bytes(uint32_t bytes) {

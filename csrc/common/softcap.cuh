@@ -12,22 +12,26 @@
 
 namespace megasoftmax {
 
-// tanh(v / 4) = v p(v^2) where |v| < 2, times a factor. Coefficients of p have the least relative
-// error. `inner`: they take what makes v of a score, so that it is a function of scores.
-template <int kTerms>
+// tanh(v / 4) = v p(v^2) where |v| < kReach, times a factor. Coefficients of p have the least
+// relative error. `inner`: they take what makes v of a score, so that it is a function of scores.
+template <int kTerms, int kReach = 2>
 class SmallTanh {
  public:
   __device__ __forceinline__ explicit SmallTanh(float factor = 1.f, float inner = 1.f) {
-    // Errors in float32: 2.3e-5, 6.3e-7 and 1.2e-7.
+    static_assert(kReach == 2 ? kTerms >= 3 : kReach == 1 && kTerms <= 3);
+    // Errors in float32: 2.3e-5, 6.3e-7 and 1.2e-7 up to 2; 6.3e-5 and 4.3e-7 up to 1.
     constexpr float kCoefficients[][5] = {
         {2.499943589e-01f, -5.182679810e-03f, 1.125095357e-04f},
         {2.499998639e-01f, -5.207237173e-03f, 1.288114863e-04f, -2.710096086e-06f},
         {2.499999967e-01f, -5.208292093e-03f, 1.301247988e-04f, -3.234013728e-06f,
-         6.536490740e-08f}};
+         6.536490740e-08f},
+        {2.499841618e-01f, -5.081015680e-03f},
+        {2.499999011e-01f, -5.206548160e-03f, 1.254063812e-04f}};
+    constexpr int kRow = kReach == 2 ? kTerms - 3 : kTerms + 1;
     factor *= inner;
 #pragma unroll
     for (int i = 0; i < kTerms; ++i) {
-      coefficients_[i] = kCoefficients[kTerms - 3][i] * factor;
+      coefficients_[i] = kCoefficients[kRow][i] * factor;
       factor *= inner * inner;
     }
   }

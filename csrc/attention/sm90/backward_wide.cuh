@@ -280,18 +280,20 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
       wait_for_products<0>();
       touch(weights);
       using Scores = Accumulators<1, 8>;
-      [[maybe_unused]] SlopesOfScores<T, 1, 8> slopes;
-      if constexpr (kHasSoftcap) {
-        cap_products<T>(params, reinterpret_cast<Scores&>(weights));
-        slopes.take(reinterpret_cast<Scores&>(weights));
-      }
       const RowOfBackward* const rows = rows_of(stage);
+      if constexpr (kHasSoftcap) {
+        weigh_capped<T>(params, weights, rounded, [&](int column) {
+          const RowOfBackward& row = rows[column_offset(column / 2, column)];
+          return float2{row.max, row.log2_sum};
+        });
+      } else {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const RowOfBackward& row = rows[column_offset(i / 4, i)];
-        float& weight = weights[i / 4][i % 4];
-        weight = exp2_approximate(
-            fmaf(fmaf(weight, params.logit_scale, -row.max), kLog2E, -row.log2_sum));
+        for (int i = 0; i < 32; ++i) {
+          const RowOfBackward& row = rows[column_offset(i / 4, i)];
+          float& weight = weights[i / 4][i % 4];
+          weight = exp2_approximate(
+              fmaf(fmaf(weight, params.logit_scale, -row.max), kLog2E, -row.log2_sum));
+        }
       }
       // Dropped weights become negative.
       if (!kIsUnmasked && params.dropout.seed != nullptr) {
@@ -303,12 +305,15 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
             });
       }
       excluded[0].apply(reinterpret_cast<Scores&>(weights), 0.f);
+      if constexpr (kHasSoftcap) {
+        excluded[0].clear_pairs(rounded);
+        if (!kIsUnmasked && params.dropout.seed != nullptr) clear_dropped(rounded, weights);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) as_matrix_a<T, !kIsUnmasked>(rounded[i], weights, i);
+        for (int i = 0; i < 4; ++i) as_matrix_a<T, !kIsUnmasked>(rounded[i], weights, i);
+      }
       memory.gradients_are_there(stage).wait(parity_of(step));
       start_wide_sum<T>(value_gradient, rounded, memory.gradients(stage));
-      // Weights that the other warpgroup multiplies have a softcap's slopes.
-      if constexpr (kHasSoftcap) slopes.apply(reinterpret_cast<Scores&>(weights));
       memory.weights_are_used().wait((step & 1) ^ 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     uint32_t weights[kSteps][4];
     float factors[2];
     OnlineSoftmax<1> softmax(params.logit_scale);
+    [[maybe_unused]] bool are_small = true;  // products so far, see CappedExponents
 
     const auto start_scores = [&](int stage) {
       const uint64_t a = matrix_at(memory.queries(turn, warpgroup), 16),
@@ -350,23 +351,24 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       if constexpr (!kHasRoom) finish_output();  // the next weights take its registers
       uint32_t next[kSteps][4];
       auto& tried = kHasRoom ? next : weights;
-      // With a softcap, scores are capped while weights are made of them.
-      const auto exponents = [&] {
-        if constexpr (kCaps) {
-          return CappedExponents<T>(params.softcap);
-        } else {
-          return LinearExponents{(kHasBias ? 1.f : softmax.scale) * kLog2E};
-        }
+      const auto try_with = [&](auto exponents) {
+        if (!drops) return softmax.template try_weights<T, false>(scores, tried, exponents, [] {});
+        return softmax.template try_weights<T, true>(
+            scores, tried, exponents, [&](int first, float (&some)[4][4]) {
+              dropping.clear(some, 0, dropping.pairs(warp_query, tiles.key + 8 * first));
+            });
       };
       bool are_right = false;
       if (!kIsFirst && softmax.can_reuse_max && !(kCaps && excludes)) {
-        if (drops) {
-          are_right = softmax.template try_weights<T, true>(
-              scores, tried, exponents(), [&](int first, float (&some)[4][4]) {
-                dropping.clear(some, 0, dropping.pairs(warp_query, tiles.key + 8 * first));
-              });
+        if constexpr (kCaps) {  // scores are capped while weights are made of them
+          // All lanes go the same way. If the compiler did not know it, it would spill registers.
+          if (uniform(static_cast<uint32_t>(are_small))) {
+            are_right = are_small = try_with(CappedExponents<T, 1>(params.softcap));
+          } else {
+            are_right = try_with(CappedExponents<T, 2>(params.softcap));
+          }
         } else {
-          are_right = softmax.template try_weights<T, false>(scores, tried, exponents(), [] {});
+          are_right = try_with(LinearExponents{(kHasBias ? 1.f : softmax.scale) * kLog2E});
         }
       }
       if (are_right) {
@@ -401,7 +403,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       softmax.template weigh<kHasBias>(
           scores, [&](int, int half, float factor) { factors[half] = factor; });
       softmax.decide_reuse(before);
-      if (kCaps && (are_large || !CappedExponents<T>::are_fine(params.softcap)))
+      if (kCaps && (are_large || !takes_small_tanh<T>(params.softcap)))
         softmax.can_reuse_max = false;
       release_bias();
       if constexpr (kHasRoom) finish_output();
@@ -456,9 +458,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
     };
     pass_tiles(seen.begin - kKeys + 1);
-    // All lanes take the same steps, which the compiler does not see: see go_to.
+    // All lanes take the same steps, which the compiler does not always see: see go_to.
     const auto step_of = [](const Tiles& tiles) {
-      return kIsUnmasked ? tiles.step : uniform(tiles.step);
+      return kIsUnmasked && !kCaps ? tiles.step : uniform(tiles.step);
     };
     const auto is_cut = [&] {
       return tiles.key < all_visible_begin || tiles.key > all_visible_end;

@@ -8,10 +8,10 @@
 #include "../../dropping.cuh"
 #include "../../exclusion.cuh"
 #include "../../sm80/tile.cuh"
-#include "../../softcap.cuh"
 #include "../../turns.cuh"
 #include "../kept_bits.cuh"
 #include "block.cuh"
+#include "capped_weights.cuh"
 #include "tile_steps.cuh"
 
 namespace megasoftmax {
@@ -173,7 +173,6 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     sync_warpgroups<kWarpgroups>();
   };
   using Scores = Accumulators<1, kN>;
-  [[maybe_unused]] SlopesOfScores<T, 1, kN> slopes;
   // Turns products into weights. Dropped weights become negative.
   const auto weigh = [&](int stage, int step, int head, int query) {
     if constexpr (kHasTile) {
@@ -190,17 +189,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     const auto row_of = [&](int column) {
       return column < 2 * kEightsAhead ? rows_ahead[column] : row_at(rows, column);
     };
-    const auto weight_of = [&](float score, float2 row) {
-      return exp2_approximate(fmaf(fmaf(score, to_logit, -row.x), kLog2E, -row.y));
-    };
     if constexpr (kHasSoftcap) {
-      float2 of_pair[2];
-      for_each_tanh<T, true>(reinterpret_cast<float (&)[4 * kN]>(weights), params.softcap,
-                             [&](int i, float score) {
-                               if (i % 4 < 2) of_pair[i % 2] = row_of(i / 4 * 2 + i % 2);
-                               slopes.take(i, score);
-                               weights[i / 4][i % 4] = weight_of(score, of_pair[i % 2]);
-                             });
+      weigh_capped<T>(params, weights, rounded_weights, row_of);
     } else {
 #pragma unroll
       for (int column = 0; column < 2 * kN; ++column) {
@@ -208,7 +198,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
 #pragma unroll
         for (int i = column % 2; i < 4; i += 2) {
           float& weight = weights[column / 2][i];
-          weight = weight_of(weight, row);
+          weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.x), kLog2E, -row.y));
           if (kMasksKeys && is_masked[i / 2]) weight = 0.f;
         }
       }
@@ -235,7 +225,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   };
   const auto multiply_weights_of = [&](int stage) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
+    for (int step = 0; !kHasSoftcap && step < kSteps; ++step)
       as_matrix_a<T, !kIsUnmasked>(rounded_weights[step], weights, step);
     start_value_gradient(memory.gradients(stage));
   };
@@ -267,7 +257,6 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
         if (weights[i / 4][i % 4] == 0.f) gradients[i / 4][i % 4] = 0.f;
       }
     }
-    if constexpr (kHasSoftcap) slopes.apply(reinterpret_cast<Scores&>(gradients));
   };
   // Writes gradients of scores to where products of both warpgroups read them.
   const auto share_gradients = [&](int buffer) {
@@ -371,6 +360,13 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     if (kIsStaggered && step == 0 && warpgroup == 0 && lane == 0)
       memory.first_weights_are_there().arrive();
     exclude(excluded, weights);
+    if constexpr (kHasSoftcap) {
+#pragma unroll
+      for (int panel = 0; panel < Memory::kQueryPanels; ++panel)
+        excluded[panel].clear_pairs(
+            reinterpret_cast<uint32_t (&)[4][4]>(rounded_weights[panel * 4]));
+      if (!kIsUnmasked && params.dropout.is_given()) clear_dropped(rounded_weights, weights);
+    }
     if constexpr (kEightsAhead > 0) load_deltas(stage);
     if constexpr (kIsEarly) {
       multiply_weights_of(stage);
