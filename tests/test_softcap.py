@@ -192,7 +192,7 @@ LENGTHS = {"cpu": [(5, 7), (1, 9), (9, 4)], "cuda": [(65, 130), (300, 200), (3, 
 
 
 @on_all_kernels
-@pytest.mark.parametrize("softcap", [*SOFTCAPS, 128.0])  # few scores reach a quarter of the last
+@pytest.mark.parametrize("softcap", [*SOFTCAPS, 128.0])  # few reach a quarter of 128
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_attention(case: str, dtype: torch.dtype, softcap: float, device: str) -> None:

@@ -17,7 +17,7 @@ __device__ __forceinline__ bool cap_products(const AttentionParams& params,
 }
 
 // Whether tanh may be a polynomial of products: coefficients are normal numbers, and logits err by
-// less than rounding changes weights.
+// about as much as rounding changes weights, or less.
 template <class T>
 __device__ __forceinline__ bool takes_small_tanh(const Softcap& softcap) {
   constexpr float kMostCapOfBfloat16 = 128.f;
@@ -25,14 +25,14 @@ __device__ __forceinline__ bool takes_small_tanh(const Softcap& softcap) {
   return softcap.cap >= 1.f && inner >= 1e-5f && inner <= 1000.f &&
          (std::is_same_v<T, __half> || softcap.cap <= kMostCapOfBfloat16);
 }
-// The terms of that polynomial, for values below kReach. For bfloat16 a logit errs by 2.3e-5 of
-// itself, or by 6.3e-5 if it is below 1: by 8e-4 at most, if the softcap is 50. Rounding changes a
-// weight by up to 2e-3.
+// The terms of that polynomial where |v|, see common/softcap.cuh, is below kReach. For bfloat16 a
+// logit errs by 2.3e-5 of itself with three terms, and by 6.4e-5 with two, which forward takes: by
+// 8e-4 at most, if the softcap is 50. Rounding changes a weight by up to 2e-3.
 template <class T, int kReach = 2>
 inline constexpr int kTermsOfTanh = (std::is_same_v<T, __nv_bfloat16> ? 1 : 2) + kReach;
 
 // Exponents of OnlineSoftmax::try_weights, of products that a softcap caps. They are wrong if some
-// products are large: if v, see common/softcap.cuh, is not below kReach.
+// products are large: if |v| is not below kReach.
 template <class T, int kReach>
 class CappedExponents {
  public:

@@ -68,8 +68,10 @@ __device__ inline uint32_t bytes_of_signs(uint32_t first, uint32_t second) {
   asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(bytes) : "r"(first), "r"(second));
   return bytes;
 }
-// 0xffff for each half whose number of 32 bits is negative, by its sign bit alone.
-__device__ inline uint32_t negative_halves(uint32_t low, uint32_t high) {
+
+// 0xffff in the lower half if the sign bit of one word is set, in the upper half if that of another
+// is. __byte_perm cannot repeat signs.
+__device__ inline uint32_t halves_of_signs(uint32_t low, uint32_t high) {
   uint32_t halves;
   asm("prmt.b32 %0, %1, %2, 0xffbb;" : "=r"(halves) : "r"(low), "r"(high));
   return halves;

@@ -18,16 +18,17 @@ template <int kTerms, int kReach = 2>
 class SmallTanh {
  public:
   __device__ __forceinline__ explicit SmallTanh(float factor = 1.f, float inner = 1.f) {
-    static_assert(kReach == 2 ? kTerms >= 3 : kReach == 1 && kTerms <= 3);
-    // Errors in float32: 2.3e-5, 6.3e-7 and 1.2e-7 up to 2; 6.3e-5 and 4.3e-7 up to 1.
+    static_assert(kReach == 1 ? kTerms == 2 || kTerms == 3 : kTerms >= 3 && kTerms <= 5);
+    static_assert(kReach <= 2);
+    // Errors in float32: 6.4e-5 and 4.3e-7 up to 1; 2.3e-5, 6.3e-7 and 1.2e-7 up to 2.
     constexpr float kCoefficients[][5] = {
+        {2.499841618e-01f, -5.081015680e-03f},
+        {2.499999011e-01f, -5.206548160e-03f, 1.254063812e-04f},
         {2.499943589e-01f, -5.182679810e-03f, 1.125095357e-04f},
         {2.499998639e-01f, -5.207237173e-03f, 1.288114863e-04f, -2.710096086e-06f},
         {2.499999967e-01f, -5.208292093e-03f, 1.301247988e-04f, -3.234013728e-06f,
-         6.536490740e-08f},
-        {2.499841618e-01f, -5.081015680e-03f},
-        {2.499999011e-01f, -5.206548160e-03f, 1.254063812e-04f}};
-    constexpr int kRow = kReach == 2 ? kTerms - 3 : kTerms + 1;
+         6.536490740e-08f}};
+    constexpr int kRow = kTerms + kReach - 3;
     factor *= inner;
 #pragma unroll
     for (int i = 0; i < kTerms; ++i) {

@@ -5,7 +5,8 @@
 // a warpgroup has one of the two, and each product is made once:
 //   * a warpgroup computes the scores S and the weights P, and sums dV;
 //   * another computes the gradients of weights dP and those of scores dS, and sums dK. It reads P
-//     from shared memory, where the first one leaves it: a thread has the same elements of both;
+//     from shared memory, where the first one leaves it: a thread has the same elements of both.
+//     With a softcap that is P times the slope of tanh;
 //   * the third computes dQ from dS, 64 columns at a time, which tensor copies add to the sums in
 //     global memory. One of its threads copies what the others need, two tiles ahead.
 // The warpgroups work on different steps at the same time. Barriers in shared memory tell when
@@ -13,6 +14,7 @@
 // registers.
 
 #include "backward.cuh"
+#include "backward/capped_weights.cuh"
 
 namespace megasoftmax {
 

@@ -132,7 +132,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     uint32_t weights[kSteps][4];
     float factors[2];
     OnlineSoftmax<1> softmax(params.logit_scale);
-    [[maybe_unused]] bool are_small = true;  // products so far, see CappedExponents
+    // With a softcap: no tile had products too large for the polynomial of two terms.
+    [[maybe_unused]] bool are_small = true;
 
     const auto start_scores = [&](int stage) {
       const uint64_t a = matrix_at(memory.queries(turn, warpgroup), 16),
@@ -458,7 +459,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       }
     };
     pass_tiles(seen.begin - kKeys + 1);
-    // All lanes take the same steps, which the compiler does not always see: see go_to.
+    // All lanes take the same steps, which the compiler does not see with a mask or a softcap: see
+    // go_to.
     const auto step_of = [](const Tiles& tiles) {
       return kIsUnmasked && !kCaps ? tiles.step : uniform(tiles.step);
     };

@@ -1,8 +1,7 @@
 #pragma once
-// Weights of Hopper's backward with a softcap. The factor of their gradients, the slope of tanh,
-// joins them at once, so that it takes no registers. What dV takes is rounded before.
+// Weights of Hopper's backward with a softcap. They are rounded for dV, and then multiplied by the
+// slope of tanh, a factor of the gradients of scores. Apart it would take registers.
 
-#include "../../exclusion.cuh"
 #include "../../softcap.cuh"
 
 namespace megasoftmax {
@@ -18,7 +17,8 @@ __device__ __forceinline__ void weigh_capped(const AttentionParams& params,
   float largest = 0.f;
 #pragma unroll
   for (int i = 0; i < 4 * kN; ++i) largest = fmaxf(largest, fabsf(products[i / 4][i % 4]));
-  float taken[2], even = 0.f;  // of the two queries of a pair
+  float taken[2];    // of the two queries of a pair
+  float even = 0.f;  // the first weight of the pair
   const auto weigh = [&](int i, float tanh, float slope) {
     const int n = i / 4, right = i % 2;
     if (i % 4 < 2) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void weigh_capped(const AttentionParams& params,
       rounded[n / 2][n % 2 * 2 + i % 4 / 2] = round_pair<T>(even, weight);
     }
   };
-  // NaN is not the largest, and stays NaN.
+  // fmaxf ignores NaN, and the polynomial keeps it.
   if (takes_small_tanh<T>(softcap) && !__any_sync(~0u, largest * fabsf(fourfold) >= 2.f)) {
     const SmallTanh<kTermsOfTanh<T>> small(1.f, fourfold);
 #pragma unroll
@@ -47,14 +47,14 @@ __device__ __forceinline__ void weigh_capped(const AttentionParams& params,
   }
 }
 
-// Clears rounded weights that dropout drops: those of negative weights.
+// Clears rounded weights that dropout drops: those of negative weights. -0 is negative, NaN is not.
 template <int kN>
 __device__ __forceinline__ void clear_dropped(uint32_t (&rounded)[kN / 2][4],
                                               const float (&weights)[kN][4]) {
 #pragma unroll
   for (int i = 0; i < 2 * kN; ++i) {
     const float* const pair = weights[i / 2] + i % 2 * 2;
-    rounded[i / 4][i % 4] &= ~negative_halves(__float_as_uint(pair[0]), __float_as_uint(pair[1]));
+    rounded[i / 4][i % 4] &= ~halves_of_signs(__float_as_uint(pair[0]), __float_as_uint(pair[1]));
   }
 }
 
