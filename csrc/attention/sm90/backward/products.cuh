@@ -173,7 +173,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     sync_warpgroups<kWarpgroups>();
   };
   using Scores = Accumulators<1, kN>;
-  // Turns products into weights, with a softcap times slopes. Dropped weights become negative.
+  // Turns products into weights, capped ones times slopes. Dropped weights become negative.
   const auto weigh = [&](int stage, int step, int head, int query) {
     if constexpr (kHasTile) {
       memory.bias_is_there(step % 2).wait(step / 2 & 1);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       as_matrix_a<T, !kIsUnmasked>(rounded_weights[step], weights, step);
     start_value_gradient(memory.gradients(stage));
   };
-  // Turns gradients of weights into gradients of logits, with a softcap of products but for the
+  // Turns gradients of weights into gradients of logits, or of capped products but for the
   // scale.
   const auto find_score_gradients_of = [&](int stage) {
     const RowOfBackward* const rows = rows_of(stage);
