@@ -363,6 +363,41 @@ def test_learned_table_keeps_no_pairs(by_sdpa):
     assert table.grad.isfinite().all()
 
 
+def test_row_of_a_learned_bias_that_is_minus_infinity(by_sdpa):
+    """It excludes nothing: NaN of a query stays."""
+    q, k, v = tensors("cpu")
+    bias = normal(*q.shape[1:3], k.shape[2], device="cpu", seed=4)
+    bias[:, 2] = -INF
+    q[..., 2, :] = NAN
+
+    def call(fused):
+        return lambda q, k, v, bias: megasoftmax.attention(q, k, v, bias=bias, fused=fused)
+
+    gradient = normal(*q.shape, device="cpu", seed=5)
+    found, expected = (_both_passes(call(way), (q, k, v, bias), gradient) for way in (None, False))
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, equal_nan=True)
+
+
+def test_learned_bias_with_grouped_keys_keeps_them_once_and_sums_before_it_rounds():
+    q = normal(1, 16, 32, 16, device="cpu", dtype=torch.bfloat16, seed=1)
+    k, v = (normal(1, 1, 32, 16, device="cpu", dtype=torch.bfloat16, seed=i) for i in (2, 3))
+    bias = normal(16, 32, 32, device="cpu", seed=4)
+    gradient = normal(*q.shape, device="cpu", dtype=torch.bfloat16, seed=5)
+    kept = []
+
+    def call(q, k, v, bias):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            return megasoftmax.attention(q, k, v, bias=bias)
+
+    found = _both_passes(call, (q, k, v, bias), gradient)
+    assert sum(each.shape == k.shape for each in kept) == 2
+    wide = [each.double() for each in (q, k, v, bias, gradient)]
+    wanted = _both_passes(call, wide[:4], wide[4])
+    for actual, exact in zip(found[2:4], wanted[2:4], strict=True):
+        assert (actual - exact).norm() < 2e-3 * exact.norm()
+
+
 @pytest.mark.parametrize("block", [1, 3 * 35, 2 * 4 * 35])  # one head, 3 of 4, two batches
 @pytest.mark.parametrize("shared", [*itertools.product([1, 3], [1, 4])])
 def test_blocks_of_a_learned_bias(block, shared, by_sdpa, monkeypatch):

@@ -41,7 +41,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 def added_to_scores(query: Tensor, bias: Tensor | None, excluded: Tensor | None) -> Tensor | None:
     """The bias, and -inf for what is excluded, [b or 1, h or 1, m or 1, n or 1], or fewer of these
-    dimensions, in the type of logits; None where neither is given.
+    dimensions, as float32, or float64 of float64 queries; None where neither is given.
     """
     dtype = accumulation_dtype(query.dtype)
     if bias is not None:
@@ -140,7 +140,7 @@ class _Attention(torch.autograd.Function):
 
 def _by_reference(d_output: Tensor, saved: Iterable[Any], **options: Any) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and, if options ask for it, of the bias."""
-    names = "query", "key", "value", "bias", "output", "statistics"
+    names = "query", "key", "value", "bias", "output", "statistics"  # the last are not read
     tensors = dict(zip(names, saved, strict=True))
     given = plain(BackwardArguments, d_output=d_output, **tensors, **options)
     return attention_backward(*given)[:4]
@@ -166,9 +166,6 @@ def attention_keeping_weights(
         bias: [b or 1, h or 1, m, n].
         excluded: bool, [b or 1, h or 1, m or 1, n or 1], or None.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
     try:
         output: Tensor = _apply_keeping(query, key, value, bias, excluded, scale)
     except _RulesDifferError:
@@ -191,7 +188,7 @@ class _KeepingWeights(torch.autograd.Function):
         batches, heads, queries, dim = shape = query.shape
         added = added_to_scores(query, bias, excluded)
         assert added is not None
-        q, k, v = (each.to(added.dtype) for each in (query, key, value))
+        q, k, v = (_of_heads(each.to(added.dtype), heads) for each in (query, key, value))
         output = q.new_empty_strided(shape, (queries * heads * dim, dim, heads * dim, 1))
         weights = q.new_empty(batches, heads, queries, key.shape[2])
         added = added.expand_as(weights)
@@ -204,7 +201,9 @@ class _KeepingWeights(torch.autograd.Function):
                 of_part = output[part]
                 of_part.copy_(torch.bmm(p, _matrices(v, part)).view(of_part.shape))
         if not math.isfinite(output.sum().item()):
-            empty = added.amax(-1, keepdim=True) == -torch.inf
+            if excluded is None:
+                raise _RulesDifferError
+            empty = excluded.all(-1, keepdim=True)
             weights.masked_fill_(empty, 0)
             if not math.isfinite(output.masked_fill_(empty, 0).sum().item()):
                 raise _RulesDifferError
@@ -219,18 +218,20 @@ class _KeepingWeights(torch.autograd.Function):
         if not (is_differentiated() or is_traced() or is_of_many_gradients(d_output)):
             *inputs, _, weights = saved
             dtype = weights.dtype
-            d_query, d_key, d_value, d_bias = gradients = [
-                each.new_zeros(each.shape, dtype=dtype) for each in inputs
-            ]
-            q, k, v, g_of_all = (each.to(dtype) for each in (*inputs[:3], d_output))
+            d_bias = inputs[3].new_zeros(inputs[3].shape, dtype=dtype)
+            heads = weights.shape[1]
+            q, k, v, g_of_all = (
+                _of_heads(each.to(dtype), heads) for each in (*inputs[:3], d_output)
+            )
+            d_query, d_key, d_value = (each.new_empty(each.shape) for each in (q, k, v))
             with full_precision("cpu"):
                 for part in _parts(weights):
                     p, g = _matrices(weights, part), _matrices(g_of_all, part)
                     dz = torch.bmm(g, _matrices(v, part).mT)
                     torch._softmax_backward_data(dz, p, -1, dtype, grad_input=dz)
-                    shared = [
+                    shared = [  # batches or heads that share a bias have one
                         each if size > 1 else slice(None)
-                        for each, size in zip(part, d_bias.shape, strict=False)
+                        for each, size in zip(part, d_bias.shape[:2], strict=True)
                     ]
                     sum_of_part = d_bias[tuple(shared)]
                     sum_of_part += dz.view_as(weights[part]).sum_to_size(sum_of_part.shape)
@@ -240,10 +241,20 @@ class _KeepingWeights(torch.autograd.Function):
             if math.isfinite(d_query.sum().item()):
                 d_query *= ctx.scale
                 d_key *= ctx.scale
-                pairs = zip(gradients, inputs, strict=True)
+                if (key_heads := inputs[1].shape[1]) < heads:
+                    d_key, d_value = (
+                        each.unflatten(1, (key_heads, -1)).sum(2) for each in (d_key, d_value)
+                    )
+                pairs = zip((d_query, d_key, d_value, d_bias), inputs, strict=True)
                 return *(found.to(each.dtype) for found, each in pairs), None, None
         options = {"mask": excluded, "scale": ctx.scale, "bias_gradient": True}
         return *_by_reference(d_output, saved, **options), None, None
+
+
+def _of_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Keys or values, repeated for the query heads that share them."""
+    groups = heads // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
 
 
 def _parts(weights: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -1,4 +1,6 @@
-"""Attention on a CPU by torch's scaled_dot_product_attention, where that computes the same."""
+"""Attention on a CPU by torch's own functions, where they compute the same: by its attention, or
+for a bias that learns by its products and softmax.
+"""
 
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from megasoftmax.options import AttentionOptions
 from megasoftmax.reference.attention import repeated
 from megasoftmax.reference.softmax import excluded_by_ranges, excluded_by_window, union
 
-MAX_KEPT = 2**24  # weights, 64 MiB in float32; beyond them the backward pass computes them again
+MAX_KEPT = 2**24  # weights of a call, 64 MiB in float32; the backward pass computes more again
 
 
 def reasons_against_sdpa(
@@ -39,7 +41,9 @@ def _needs_mask(causal: bool, query: Tensor, key: Tensor) -> bool:
 
 
 def keeps_weights(query: Tensor, key: Tensor, bias: Tensor | RelativeBias | None) -> bool:
-    """Whether weights are kept for the gradient of a bias: it is as large as those of a batch."""
+    """Whether weights are kept for the gradient of a bias: it has an entry for each pair of a head,
+    and there are at most MAX_KEPT weights.
+    """
     batches, heads, queries, _ = query.shape
     keys = key.shape[2]
     return (
@@ -59,7 +63,7 @@ def attention_by_sdpa(
 ) -> Tensor | None:
     """The output of a merged call by torch's own attention; None where that differs.
 
-    keeps: the bias has a gradient, and its `keeps_weights` is True.
+    keeps: `keeps_weights` is True and the bias learns.
     """
     if reasons_against_sdpa(query, key, value, options):
         return None
@@ -68,6 +72,7 @@ def attention_by_sdpa(
     if mask is not None:
         mask = mask.to_mask(queries, keys) if isinstance(mask, TileMask) else mask
         mask = repeated(mask, query.shape[0]) if mask.dim() == 4 else mask
+    # The way that keeps weights has no flag of causality.
     needs_mask = _needs_mask(options.causal, query, key) or (keeps and options.causal)
     window = (-1, -1) if options.window is None else options.window
     bounds = (None, None) if visible is None else int32_bounds(visible, keys)

@@ -344,7 +344,8 @@ def _select_by_topk(values: Tensor, k: int, spare: int) -> Tensor:
     candidates = min(k + spare, values.shape[-1])
     top, indices = values.topk(candidates, -1)
     steps = (top if candidates <= k + 1 else top.narrow(-1, 0, k + 1)).diff()
-    if steps.numel() == 0 or steps.amax().item() < 0:  # not beside a NaN
+    # A NaN, or infinity minus infinity, is not below 0: such rows count as if they had equals.
+    if steps.numel() == 0 or steps.amax().item() < 0:
         return torch.narrow_copy(indices, -1, 0, k)
     has_equals = ~(steps < 0).all(-1)
     top, found = top[has_equals], indices[has_equals]
