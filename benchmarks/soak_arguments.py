@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -609,20 +610,21 @@ def _bits(tensor: Tensor) -> Any:
 
 @contextmanager
 def _noting_sdpa() -> Iterator[list[bool]]:
-    """For each time that torch's own attention was tried: whether it computed the call."""
+    """For each time that torch's own functions were tried: whether they computed the call."""
     found: list[bool] = []
-    attend = autograd.sdpa.attention
 
-    def noted(*args: Any, **given: Any) -> Tensor | None:
-        output = attend(*args, **given)
-        found.append(output is not None)
-        return output
+    def noting(attend: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+        def noted(*args: Any, **given: Any) -> Tensor | None:
+            output = attend(*args, **given)
+            found.append(output is not None)
+            return output
 
-    autograd.sdpa.attention = noted
-    try:
+        return noted
+
+    names = "attention", "attention_keeping_weights"
+    noted = {name: noting(getattr(autograd.sdpa, name)) for name in names}
+    with patch.multiple(autograd.sdpa, **noted):
         yield found
-    finally:
-        autograd.sdpa.attention = attend
 
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

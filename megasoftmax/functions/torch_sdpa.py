@@ -14,7 +14,7 @@ from megasoftmax.options import AttentionOptions
 from megasoftmax.reference.attention import repeated
 from megasoftmax.reference.softmax import excluded_by_ranges, excluded_by_window, union
 
-MAX_KEPT = 2**24  # weights of a call, 64 MiB in float32; the backward pass computes more again
+MAX_KEPT = 2**22  # weights of a call, 16 MiB in float32; the backward pass computes more again
 
 
 def reasons_against_sdpa(
