@@ -397,7 +397,7 @@ def test_reasons() -> None:
 def test_second_derivatives() -> None:
     scores, bias, sink = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 2, 2, 4), (2, 2, 4), (2,))
+        for shape in ((2, 3, 1, 4), (3, 1, 4), (3,))
     )
     options = {"scale": -0.7, "softcap": 1.5, "return_lse": True}
     for given in ({}, {"dropout": 0.3, "seed": torch.tensor([3])}):

@@ -342,17 +342,6 @@ struct Excluded {
   __device__ __forceinline__ void apply(Accumulators<kM, kN>& elements, float value) const {
     if (any()) apply_all(elements, value);
   }
-  // Clears excluded elements that are rounded to pairs of 16 bits.
-  __device__ __forceinline__ void clear_pairs(uint32_t (&pairs)[kN / 2][4]) const {
-    static_assert(kM == 1);
-    if (!any()) return;
-#pragma unroll
-    for (int i = 0; i < 2 * kN; ++i) {
-      uint32_t& pair = pairs[i / 4][i % 4];
-      if (has(0, i / 2, i % 2 * 2)) pair &= 0xffff0000u;
-      if (has(0, i / 2, i % 2 * 2 + 1)) pair &= 0xffffu;
-    }
-  }
   // apply for callers that know that some element is excluded.
   __device__ __forceinline__ void apply_all(Accumulators<kM, kN>& elements, float value) const {
 #pragma unroll
@@ -364,6 +353,17 @@ struct Excluded {
           if (has(m, n, i)) elements[m][n][i] = value;
         }
       }
+    }
+  }
+  // Clears excluded elements that are rounded to pairs of 16 bits.
+  __device__ __forceinline__ void clear_pairs(uint32_t (&pairs)[kN / 2][4]) const {
+    static_assert(kM == 1);
+    if (!any()) return;
+#pragma unroll
+    for (int i = 0; i < 2 * kN; ++i) {
+      uint32_t& pair = pairs[i / 4][i % 4];
+      if (has(0, i / 2, i % 2 * 2)) pair &= 0xffff0000u;
+      if (has(0, i / 2, i % 2 * 2 + 1)) pair &= 0xffffu;
     }
   }
 

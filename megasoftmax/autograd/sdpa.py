@@ -184,7 +184,7 @@ class _KeepingWeights(torch.autograd.Function):
         excluded: Tensor | None,
         scale: float,
     ) -> Tensor:
-        """The output, in memory [b, m, h, d]; there are as many key heads as query heads."""
+        """The output, in memory [b, m, h, d]."""
         batches, heads, queries, dim = shape = query.shape
         added = added_to_scores(query, bias, excluded)
         assert added is not None

@@ -224,13 +224,14 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       excluded[panel].apply(reinterpret_cast<Accumulators<1, 8>&>(elements[panel * 8]), 0.f);
   };
   const auto multiply_weights_of = [&](int stage) {
+    if constexpr (!kHasSoftcap) {
 #pragma unroll
-    for (int step = 0; !kHasSoftcap && step < kSteps; ++step)
-      as_matrix_a<T, !kIsUnmasked>(rounded_weights[step], weights, step);
+      for (int step = 0; step < kSteps; ++step)
+        as_matrix_a<T, !kIsUnmasked>(rounded_weights[step], weights, step);
+    }
     start_value_gradient(memory.gradients(stage));
   };
-  // Turns gradients of weights into gradients of logits, or of capped products but for the
-  // scale.
+  // Turns gradients of weights into gradients of logits, or of capped products but for the scale.
   const auto find_score_gradients_of = [&](int stage) {
     const RowOfBackward* const rows = rows_of(stage);
     // Not 0 if a delta is not finite, or, with a mask or ranges, a gradient.
