@@ -127,6 +127,11 @@ BIASES: dict[str, Callable[..., Tensor] | None] = {
     "float32 wider rows": _lying("wider rows", float32=True),
     "float32 heads last": _lying("heads last", float32=True),
     "float32 expanded batch": _lying("expanded batch", float32=True),
+    "keys, -inf": lambda shape, device, dtype: _with_infinities(
+        (*shape[:2], 1, shape[3]), device, dtype
+    ),
+    "keys, lowest": lambda shape, device, dtype: _lowest((1, shape[1], 1, shape[3]), device, dtype),
+    "rows, -inf": lambda shape, device, dtype: _with_infinities((*shape[:3], 1), device, dtype),
     "relative": _of_shape(lambda b, h, m, n: (1, m + n - 1)),
     "relative per head": _of_shape(lambda b, h, m, n: (h, m + n - 1)),
     "relative per batch": _of_shape(lambda b, h, m, n: (b, h, m + n - 1)),
@@ -490,6 +495,38 @@ def test_gradients_of_biases_by_each_tile(
     with deterministic(in_order, warn_only=True):
         check(q, k, v, bias=bias, what="bias")
         check(q, k, v, bias=bias, mask=mask, causal=True, what="masked")
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["of keys", "of queries"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("dim", "lengths"),
+    [
+        *((dim, (200, 330)) for dim in (32, 48, 64, 96, 128, 192, 256)),
+        *((64, lengths) for lengths in ((129, 97), (130, 257), (65, 1), (1, 65), (2, 700))),
+    ],
+)
+def test_biases_of_fewer_entries_than_pairs(
+    dim: int, lengths: tuple[int, int], heads: tuple[int, int], kind: str
+) -> None:
+    """Also numbers too large for the parts of a product, infinite ones, and beside a mask."""
+    queries, keys = lengths
+    for dtype in HALVES:
+        q, k, v = tensors("cuda", dtype, heads=heads, lengths=lengths, dims=(dim, dim))
+        shape = {
+            "of keys": (1, 4, 1, keys),  # for one query it is dense, and batches share it
+            "of queries": (1, 4, queries, 1),
+        }[kind]
+        entries = normal(*shape, device="cuda", dtype=dtype, seed=4)
+        mask = coin(2, 1, 1, keys, device="cuda")
+        for large in (None, -INF, -6e4, 2e4):
+            given = entries.detach()
+            if large is not None:
+                given = given.masked_fill(coin(*shape, device="cuda", seed=5), large)
+            given.requires_grad_(large is None)
+            check(q, k, v, bias=given, what=f"{large}")
+            check(q, k, v, bias=given, causal=True, mask=mask, what=f"{large}, masked")
 
 
 # Of batches, heads, queries and keys that share entries of a bias: windows, and rows of pairs.

@@ -1,6 +1,8 @@
 #pragma once
 // The bias. It is added to the scaled product of queries and keys: a sum that started from a large
-// bias would lose digits of the product. With a softcap it is added to what that makes of products.
+// bias would lose digits of the product. Hopper's forward adds a bias of keys that is not large
+// with the last step of the product, see sm90/rows_of_keys.cuh. With a softcap it is added to what
+// that makes of products.
 
 #include "../common/vector.cuh"
 #include "layout.h"

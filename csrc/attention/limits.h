@@ -161,6 +161,13 @@ struct AttentionHopperBackwardTile {
     }
     return tile;
   }
+  // Warps of the copying warpgroup bring rows that begin anywhere to their tile, and need more.
+  constexpr AttentionHopperBackwardTile with_rows_anywhere() const {
+    AttentionHopperBackwardTile tile = *this;
+    tile.copier_registers = 56;
+    tile.registers = 224;
+    return tile;
+  }
 };
 // Most batches that share a bias and sum its gradient in a cluster of blocks. Their number is a
 // power of 2, so that the parts of a tile are equal.

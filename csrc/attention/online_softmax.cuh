@@ -215,20 +215,25 @@ struct RowEnd {
   float log_sum;
   float lse;
 
-  // `sum`: of weights relative to `largest`, the largest logit. A sink of -infinity adds nothing. A
-  // row without a visible key is NaN unless a key can be excluded.
-  __device__ RowEnd(float largest, float sum, float sink, bool can_exclude) {
-    const float reference = fmaxf(largest, sink);
-    const float share = exp2_approximate((largest - reference) * kLog2E);
+  // `sum`: of weights relative to `largest`, the largest logit, to all of which `bias` is added. A
+  // sink of -infinity adds nothing. A row without a visible key is NaN unless a key can be
+  // excluded.
+  __device__ RowEnd(float largest, float sum, float bias, float sink, bool can_exclude) {
+    const float logit = largest + bias, reference = fmaxf(logit, sink);
+    const float share = exp2_approximate((logit - reference) * kLog2E);
     const float total = sum * share + exp2_approximate((sink - reference) * kLog2E);
     const float log_total = logf(total);
     // No branch, so that the two rows of a lane are computed together.
-    const bool is_empty = sum == 0.f;
+    const bool is_empty = sum == 0.f || (bias == -INFINITY && !isnan(sum));
     const float nothing = can_exclude ? 0.f : NAN, sink_alone = sink == INFINITY ? NAN : sink;
-    factor = is_empty ? nothing : __fdividef(share, total);
-    max = is_empty ? 0.f : largest;
-    log_sum = is_empty ? sink_alone : log_total + (reference - largest);
-    lse = is_empty ? sink_alone : reference + log_total;
+    const float check = bias * 0.f;  // NaN, if a visible logit is no finite number
+    factor = is_empty ? nothing : __fdividef(share, total) + check;
+    // Backward takes the bias from `max`, and finds the largest logit without it, but for what
+    // `logit` lost.
+    max = is_empty ? 0.f : logit;
+    log_sum = is_empty ? sink_alone
+                       : log_total + (reference - logit) + (largest - (logit - bias)) + check;
+    lse = is_empty ? sink_alone : reference + log_total + check;
   }
 
   __device__ void store(const AttentionParams& params, int64_t row) const {
@@ -241,12 +246,16 @@ struct RowEnd {
 // The end of the rows of a head: what the options of the logits add to the sums over keys.
 class RowEnds {
  public:
-  __device__ RowEnds(const AttentionParams& params, int head)
-      : params_(params), sink_(params.sink.of_head(head)) {}
+  __device__ RowEnds(const AttentionParams& params, int64_t batch, int head)
+      : params_(params),
+        batch_(static_cast<int>(batch)),
+        head_(head),
+        sink_(params.sink.of_head(head)) {}
 
-  // The end of a row with this largest logit and sum of weights relative to it.
-  __device__ RowEnd of(float largest, float sum) const {
-    return RowEnd(largest, sum, sink_, params_.can_exclude);
+  // The end of the row of a query, or of any number, with this largest logit and sum of weights
+  // relative to it.
+  __device__ RowEnd of(int query, float largest, float sum) const {
+    return RowEnd(largest, sum, bias_of(query), sink_, params_.can_exclude);
   }
   // Backward: stores a row's gradient of the sink, if that is wanted, and returns it.
   __device__ float store_gradient(const AttentionBackwardParams& params, int64_t row,
@@ -258,8 +267,21 @@ class RowEnds {
     return gradient;
   }
 
+  // What is added to all logits of a query, or of any number.
+  __device__ float bias_of(int query) const {
+    const Strided& rows = params_.row_bias;
+    if (rows.data == nullptr) return 0.f;
+    int entry_batch, entry_head;
+    params_.entry_of_bias(batch_, head_, entry_batch, entry_head);
+    query = min(max(query, 0), params_.queries - 1);
+    return with_dtype(rows.type, [&](auto tag) {
+      return to_float(*rows.row<const decltype(tag)>(entry_batch, entry_head, query));
+    });
+  }
+
  private:
   const AttentionParams& params_;
+  int batch_, head_;
   float sink_;
 };
 

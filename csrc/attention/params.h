@@ -45,6 +45,7 @@ struct AttentionParams : LogitOptions {
   // queries and keys, and batch i reads entry i modulo `mask_batches`. Consecutive batches and
   // heads may share an entry of the bias.
   Strided mask, bias;
+  Strided row_bias;    // a bias with one entry for each query, which `bias` does not have then
   int mask_block = 1;  // or a multiple of kMaskTile
   Divider mask_batches;
   VisibleRanges visible;

@@ -103,7 +103,7 @@ __device__ inline void add_parts(const AttentionForwardParams& params, int64_t r
   const int query = static_cast<int>(row - of_all * params.queries);
   const int64_t batch = of_all / params.heads;
   const int head = static_cast<int>(of_all - batch * params.heads);
-  const RowEnd row_end = RowEnds(params, head).of(max, sum);
+  const RowEnd row_end = RowEnds(params, batch, head).of(query, max, sum);
   if (lane == 0) row_end.store(params, row);
   const float factor = row_end.factor * params.dropout.factor;
   T* const out = params.output.row<T>(batch, head, query);

@@ -171,6 +171,11 @@ inline bool has_dense_rows(const AttentionParams& params) {
   return params.bias.type == params.query.type && params.bias.type != DType::kFloat32 &&
          params.bias.column_stride == 1;
 }
+// Whether several queries share one row of the bias.
+inline bool is_shared_by_queries(const AttentionParams& params) {
+  return params.bias.data != nullptr && !params.is_relative && params.queries > 1 &&
+         params.bias.query_stride == 0 && params.bias.column_stride != 0;
+}
 inline BiasKind bias_kind(const AttentionParams& params) {
   if (!params.are_linear()) return BiasKind::kSoftcap;
   if (params.bias.data == nullptr) return BiasKind::kNone;
@@ -299,8 +304,8 @@ QueryGradient query_gradient_kind(const AttentionBackwardParams& params, const T
 //   Then the last tiles are the shortest ones of many heads, and all blocks end together.
 inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, int64_t batches,
                                 int64_t bytes_of_head, int cache_bytes, int multiprocessors = 0) {
-  const bool shares_bias =
-      params.bias.data != nullptr && !params.is_relative && params.batches_per_bias.divisor > 1;
+  const bool shares_bias = params.bias.data != nullptr && !params.is_relative &&
+                           !is_shared_by_queries(params) && params.batches_per_bias.divisor > 1;
   const bool is_even =
       params.window_left < 0 && params.window_right < 0 && !has_unknown_lengths(params);
   const int64_t fewest = has_unknown_lengths(params) ? multiprocessors / kBlocksOfHead : 1;

@@ -113,7 +113,7 @@ void set_dense_bias(AttentionParams& params, const Tensor& rows) {
 template <class Params, class Plan>
 auto planned(Params& params, const std::optional<Tensor>& bias, Tensor& rows, Plan&& plan) {
   auto launch = plan(params);
-  if (!bias || params.is_relative) return launch;
+  if (params.bias.data == nullptr || params.is_relative) return launch;
   if (launch.plan.reads_bias_in_place) return launch;
   rows = with_fast_rows(*bias, params.keys);
   if (rows.data_ptr() == bias->data_ptr()) return launch;
@@ -275,6 +275,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
                 (bias->size(3) == 1 || bias->size(3) == keys),
             "bias does not broadcast to the scores");
       set_dense_bias(params, *bias);
+      if (bias->size(3) == 1 && keys != 1) std::swap(params.row_bias, params.bias);
     }
   }
   params.set_logits(logit_options(scale, softcap, sink, sink_value, query));

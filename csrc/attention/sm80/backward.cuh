@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(kThreadsOfRows)
       *reinterpret_cast<float4*>(sums + column) = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   if (lane != 0) return;
-  const float max = params.statistics[row], log_sum = params.statistics[params.rows() + row];
+  const RowEnds ends(params, batch, head);
+  const float max = params.statistics[row] - ends.bias_of(query),
+              log_sum = params.statistics[params.rows() + row];
   if (params.lse_gradient != nullptr) delta -= params.lse_gradient[row];
   const bool is_empty = log_sum == -INFINITY;
   RowOfBackward& of_backward = params.rows_of_backward[row];
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(kThreadsOfRows)
       pair.deltas[1] = 0.f;
     }
   }
-  const float beside_keys = RowEnds(params, head).store_gradient(params, row, delta);
+  const float beside_keys = ends.store_gradient(params, row, delta);
   // All logits of a row together have the gradient of the log-sum-exp; NaN where delta is not
   // finite.
   if (params.bias_gradient_kind == BiasGradient::kQueries) {

@@ -284,7 +284,8 @@ __global__ void __launch_bounds__(32 * decode_warps(kDim), kDecodeBlocksPerSm)
   __syncthreads();
   // total_of(column): sums of values times weights, for it and the next three columns.
   const auto store_row = [&](const DecodeRow& place, const PartEnd& end_of_row, auto&& total_of) {
-    const RowEnd row_end = RowEnds(params, place.head).of(end_of_row.max, end_of_row.sum);
+    const RowEnd row_end =
+        RowEnds(params, batch, place.head).of(place.query, end_of_row.max, end_of_row.sum);
     if (lane == 0) row_end.store(params, params.row_index(batch, place.head, place.query));
     T* const out = params.output.row<T>(batch, place.head, place.query);
     for_columns(params.value_dim, [&](int column, bool is_column) {

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
                   warp_query + mine.row + m * 16, output[m], softmax.max[m], softmax.sum[m]);
     return;
   }
-  const RowEnds row_ends(params, head);
+  const RowEnds row_ends(params, batch, head);
   float factors[kM][2];
   // If no key is visible, queries may still be copied to the place of the results.
   wait_for_copies();
@@ -204,8 +204,9 @@ __global__ void __launch_bounds__(kAttentionForwardTiles[kIndex].threads(),
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowEnd row_end = row_ends.of(softmax.max[m][half], sum_of_row(softmax.sum[m][half]));
       const int row = mine.row + row_offset(m, 2 * half);
+      const RowEnd row_end =
+          row_ends.of(warp_query + row, softmax.max[m][half], sum_of_row(softmax.sum[m][half]));
       if (mine.column == 0 && warp_query + row < params.queries)
         row_end.store(params, first_row + row);
       factors[m][half] = row_end.factor * (kIsUnmasked ? 1.f : params.dropout.factor);

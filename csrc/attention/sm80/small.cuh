@@ -312,12 +312,13 @@ __global__ void __launch_bounds__(kAttentionSmallTiles[kIndex].threads(),
             FragmentsDown<Rows>({keys + kLayout.tile_bytes}, Memory::kChunkKeys * kChunk));
       });
       const FirstElement mine;
-      const RowEnds row_ends(params, member.head);
+      const RowEnds row_ends(params, member.batch, member.head);
       float factors[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const RowEnd row_end = row_ends.of(softmax.max[0][half], sum_of_row(softmax.sum[0][half]));
         const int query = first_query + mine.row + row_offset(0, 2 * half);
+        const RowEnd row_end =
+            row_ends.of(query, softmax.max[0][half], sum_of_row(softmax.sum[0][half]));
         if (mine.column == 0 && query < params.queries) row_end.store(params, member.row + query);
         factors[half] = row_end.factor;
       }
@@ -344,7 +345,8 @@ struct SmallRows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = min(first_query + lane / 4 + 8 * half, params.queries - 1);
-      max[half] = params.statistics[member.row + query];
+      max[half] = params.statistics[member.row + query] -
+                  RowEnds(params, member.batch, member.head).bias_of(query);
       log2_sum[half] = params.statistics[params.rows() + member.row + query];
       const T* const row = params.output.row<const T>(member.batch, member.head, query);
 #pragma unroll
@@ -413,7 +415,7 @@ struct SmallRows {
       const int64_t row = member.row + query;
       if (params.lse_gradient != nullptr) delta[half] -= params.lse_gradient[row];
       if (params.sink_gradient != nullptr && mine.column == 0)
-        RowEnds(params, member.head).store_gradient(params, row, delta[half]);
+        RowEnds(params, member.batch, member.head).store_gradient(params, row, delta[half]);
     }
   }
 };

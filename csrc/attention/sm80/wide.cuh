@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         });
         continue;
       }
-      const RowEnd row_end = RowEnds(params, place.head).of(ends[row].max, ends[row].sum);
+      const RowEnd row_end =
+          RowEnds(params, batch, place.head).of(place.query, ends[row].max, ends[row].sum);
       if (is_first) row_end.store(params, row_of_all);
       T* const out = params.output.row<T>(batch, place.head, place.query);
       for_each_pair([&](int column, float first, float second) {

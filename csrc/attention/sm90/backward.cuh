@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   if constexpr (Roles::kMasksKeys) {
     static_assert(Memory::kKeys == 2 * kMaskTile);
     const int tile = first_key / kMaskTile;
-    if (block.tiles.are_left() && !is_seen(params, batch, block.tiles.head, 0, tile) &&
+    if (params.block_mask.words != nullptr && block.tiles.are_left() &&
+        !is_seen(params, batch, block.tiles.head, 0, tile) &&
         !is_seen(params, batch, block.tiles.head, 0, tile + 1))
       block.tiles.skip_all();
   }

@@ -69,6 +69,7 @@ template <class Body>
 cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
   switch (bias) {
     case HopperBias::kNone:
+    case HopperBias::kKeys:
       return body.template operator()<HopperBias::kNone>();
     case HopperBias::kTile:
       return body.template operator()<HopperBias::kTile>();

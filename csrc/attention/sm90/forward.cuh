@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     const int thread = static_cast<int>(threadIdx.x);
     for (int at = 16 * thread; at < Memory::kOnesAt - Memory::kMaskedAt; at += 16 * kThreads)
       store_four(memory.masked(0) + at, {0, 0, 0, 0});
-    MaskedKeys<T, Memory::kKeys>::store_ones(memory.ones());
+    RowsOfKeys<T, Memory::kKeys, Roles::kMayBiasKeys>::store_ones(memory.ones());
     publish_writes();
   }
   if constexpr (Memory::kIsRows) {
@@ -269,6 +269,23 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         add_bias_of(tiles, 1);
       }
     };
+    // Whether a tile's bias of keys is large. Then its scores become logits here.
+    bool has_large_bias = false;
+    const auto add_large_bias = [&](const Tiles& tiles) {
+      if constexpr (Roles::kMayBiasKeys) {
+        const BiasRows<T> rows(params, queries.batch, head);
+#pragma unroll
+        for (int i = 0; i < 2 * kN; ++i) {
+          const int key = tiles.key + mine.column + column_offset(i / 2, i % 2);
+          const float bias = rows(0, min(key, params.keys - 1));
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& score = scores[0][i / 2][2 * half + i % 2];
+            score = fmaf(score, params.logit_scale, bias);
+          }
+        }
+      }
+    };
     // Loads the bits that the mask excludes of this lane's rows of a tile, while products run.
     constexpr int kMaskWords = kKeys / 32;
     [[maybe_unused]] uint32_t masked[2][kMaskWords];
@@ -324,6 +341,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       const auto make_logits = [&] {
         if constexpr (kCaps) are_large = cap_products<T>(params, scores);
         if constexpr (kHasBias) add_all_bias_of(tiles);
+        if (has_large_bias) add_large_bias(tiles);
+        if constexpr (Roles::kMayBiasKeys)
+          softmax.scale = has_large_bias ? 1.f : params.logit_scale;
         if (!excludes) return;
         if constexpr (kIsUnmasked) {
           excluded.template find<false, true>(params, queries.batch, queries.head, warp_query,
@@ -391,7 +411,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         float all = 0.f;
 #pragma unroll
         for (int i = 0; i < 4 * kN; ++i) all = max_or_nan(all, scores[0][i / 4][i % 4]);
-        if (__any_sync(~0u, isnan(all))) {
+        if (params.block_mask.words != nullptr && __any_sync(~0u, isnan(all))) {
           const uint32_t* const bits = params.block_mask.of(queries.batch, head) +
                                        params.block_mask.layout.bits() + tiles.key / 32;
           Excluded<1, kN> by_mask;
@@ -432,6 +452,9 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     };
     const auto read_step = [&] {
       if constexpr (!kIsUnmasked) tiles.read(Memory::step(shared_memory, tiles.step % kStages));
+      if constexpr (Roles::kMayBiasKeys)
+        has_large_bias =
+            params.bias.data != nullptr && Memory::step(shared_memory, tiles.step % kStages) != 0;
     };
     // All lanes have waited before the release: a barrier that goes on without a lane would leave
     // that lane waiting for ever. And all lanes have read what is assigned.
@@ -545,11 +568,12 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       release_results();
       continue;
     }
-    const RowEnds row_ends(params, head);
+    const RowEnds row_ends(params, queries.batch, head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowEnd row_end = row_ends.of(softmax.max[0][half], sum_of_row(softmax.sum[0][half]));
       const int row = mine.row + row_offset(0, 2 * half);
+      const RowEnd row_end =
+          row_ends.of(warp_query + row, softmax.max[0][half], sum_of_row(softmax.sum[0][half]));
       if (mine.column == 0 && warp_query + row < params.queries)
         row_end.store(params, first_row + row);
       factors[half] = row_end.factor * (kIsUnmasked ? 1.f : params.dropout.factor);

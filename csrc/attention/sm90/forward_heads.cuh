@@ -125,7 +125,7 @@ struct HopperHeadsForwardMemory {
         for (int at = 16 * thread; at < kMaskedBytes; at += 16 * kTile.threads())
           store_four(masked(stage) + at, {0, 0, 0, 0});
       }
-      MaskedKeys<T, kBox>::store_ones(ones());
+      RowsOfKeys<T, kBox, false>::store_ones(ones());
       publish_writes();
     }
   }
@@ -185,12 +185,13 @@ __device__ __forceinline__ void copy_members(
         for (int box = 0; box < kBoxes; ++box) {
           const int key = first_key + kBox * box;
           if (key >= params.keys) continue;
-          using Masked = MaskedKeys<T, kBox>;
-          const Masked masked(params, batch, head, key);
-          masked.store(memory.masked(stage) + kBox / 64 * Memory::kMaskedPanelBytes * box,
+          using Masked = RowsOfKeys<T, kBox, false>;
+          Masked masked;
+          masked.load(params, batch, head, key);
+          masked.store(params, memory.masked(stage) + kBox / 64 * Memory::kMaskedPanelBytes * box,
                        Memory::kMaskedPanelBytes);
           const int left = params.keys - key - Masked::first();
-          seen |= ~masked.bits & ((1u << min(max(left, 0), Masked::kOfLane)) - 1);
+          seen |= ~masked.excluded() & ((1u << min(max(left, 0), Masked::kOfLane)) - 1);
         }
         if (copy + 1 == Memory::kCopies) {
           const bool sees_nothing = __all_sync(~0u, seen == 0);
@@ -454,12 +455,12 @@ __device__ __forceinline__ void attend_step_by_step(const AttentionForwardParams
           GlobalFragments<T>(params.value, batch, key_head, key, params.keys, params.value_dim));
     }
   }
-  const RowEnds row_ends(params, head);
+  const RowEnds row_ends(params, batch, head);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = sum_of_row(softmax.sum[0][half]);
-    const RowEnd row_end = row_ends.of(softmax.max[0][half], sum);
     const int row = query + row_offset(0, 2 * half);
+    const RowEnd row_end = row_ends.of(row, softmax.max[0][half], sum);
     if (row >= params.queries) continue;  // its reference stays that of a bias of 0
     if (sum != 0.f) references.set(half, softmax.max[0][half]);
     if (mine.column == 0) row_end.store(params, params.row_index(batch, head, row));
@@ -561,10 +562,10 @@ __device__ __forceinline__ void attend_members(
     } else {
       // Of the four lanes with the same two rows two have one each.
       const int half = lane() % 2;
-      const RowEnd row_end = RowEnds(params, head)
-                                 .of(half == 0 ? references.rows[0] : references.rows[1],
-                                     half == 0 ? sums[0] : sums[1]);
       const int row = work.first_query + 16 * warp() + FirstElement().row + 8 * half;
+      const RowEnd row_end = RowEnds(params, batch, head)
+                                 .of(row, half == 0 ? references.rows[0] : references.rows[1],
+                                     half == 0 ? sums[0] : sums[1]);
       if (lane() % 4 < 2 && row < params.queries)
         row_end.store(params, params.row_index(batch, head, row));
       const float other = __shfl_xor_sync(~0u, row_end.factor, 1);

@@ -23,6 +23,7 @@ enum class HopperBias {
   kTable,    // a relative one, of any element type and strides
   kSoftcap,  // none, but a softcap
   kRows,     // as kTile, of rows that begin anywhere
+  kKeys,     // one row for all queries, of any type and strides: kernels for a mask of keys add it
 };
 constexpr bool is_dense(HopperBias bias) {
   return bias == HopperBias::kTile || bias == HopperBias::kRows;
@@ -32,13 +33,29 @@ constexpr bool is_bias(HopperBias bias) { return is_dense(bias) || bias == Hoppe
 inline HopperBias hopper_bias(const AttentionParams& params) {
   if (params.softcap.is_given()) return HopperBias::kSoftcap;
   if (params.bias.data == nullptr) return HopperBias::kNone;
-  return params.is_relative ? HopperBias::kTable : HopperBias::kTile;
+  if (params.is_relative) return HopperBias::kTable;
+  return is_shared_by_queries(params) ? HopperBias::kKeys : HopperBias::kTile;
+}
+
+// What kernels look at beside length and window.
+enum class HopperMask {
+  kNone,
+  kKeys,  // a mask or a bias of keys; forward, as one more step of the product of queries and keys
+  kAny,   // masks, ranges, dropout
+};
+inline HopperMask hopper_mask(const AttentionParams& params) {
+  if (params.visible.are_given() || params.dropout.is_given()) return HopperMask::kAny;
+  if (params.mask.data == nullptr)
+    return hopper_bias(params) == HopperBias::kKeys ? HopperMask::kKeys : HopperMask::kNone;
+  return params.block_mask.layout.bit_rows == 1 ? HopperMask::kKeys : HopperMask::kAny;
 }
 
 // Tensor copies need a 16-bit bias with an entry for each query and key. A copy can align its rows.
 inline bool takes_hopper_bias(const AttentionParams& params) {
   if (params.softcap.is_given()) return params.bias.data == nullptr;
-  if (hopper_bias(params) != HopperBias::kTile) return true;
+  const HopperBias bias = hopper_bias(params);
+  if (bias == HopperBias::kKeys) return hopper_mask(params) == HopperMask::kKeys;
+  if (bias != HopperBias::kTile) return true;
   return has_dense_rows(params) && takes_tensor_copies(params.bias, params.bias_batches(),
                                                        params.bias_heads(), params.queries);
 }
@@ -87,21 +104,10 @@ constexpr bool takes_bias(const AttentionHopperBackwardTile& tile, HopperBias bi
   return bias == HopperBias::kNone || !tile.is_wide();
 }
 
-// What kernels look at beside length and window.
-enum class HopperMask {
-  kNone,
-  kKeys,  // a mask of keys; forward, as one more step of the product of queries and keys
-  kAny,   // masks, ranges, dropout
-};
 // Whether a tile has room for a mask of keys beside the bias. A softcap would cap -infinity.
 constexpr bool takes_key_mask(const AttentionHopperTile& tile, HopperBias bias) {
   return bias != HopperBias::kSoftcap && bias != HopperBias::kRows &&
          (bias != HopperBias::kTile || tile.head_dim <= 64);
-}
-inline HopperMask hopper_mask(const AttentionParams& params) {
-  if (params.visible.are_given() || params.dropout.is_given()) return HopperMask::kAny;
-  if (params.mask.data == nullptr) return HopperMask::kNone;
-  return params.block_mask.layout.bit_rows == 1 ? HopperMask::kKeys : HopperMask::kAny;
 }
 inline HopperMask hopper_mask(const AttentionForwardParams& params,
                               const AttentionHopperTile& tile) {
@@ -269,7 +275,11 @@ inline int hopper_heads_tile(const AttentionForwardParams& params, const Device&
 
 // Whether Hopper's kernels take the gradients of a launch.
 inline bool takes_hopper_backward(const AttentionBackwardParams& params) {
-  return takes_hopper(params) && params.queries != 0 &&
+  const bool takes_gradient = hopper_bias(params) != HopperBias::kKeys ||
+                              ((params.bias_gradient_kind == BiasGradient::kNone ||
+                                params.bias_gradient_kind == BiasGradient::kKeys) &&
+                               hopper_mask(params) == HopperMask::kKeys);
+  return takes_hopper(params) && takes_gradient && params.queries != 0 &&
          takes_tensor_copies(params.output_gradient, params.batches, params.heads, params.queries);
 }
 
@@ -397,6 +407,9 @@ struct Sm90 {
     const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[plan.tile];
     plan.query_gradient =
         query_gradient_kind(params, tile, device.multiprocessors, is_deterministic);
+    // Turns have no kernel for a bias of keys.
+    if (plan.query_gradient != QueryGradient::kAdded && hopper_bias(params) == HopperBias::kKeys)
+      return {};
     // dQ in order is made by portable kernels alone.
     if (plan.query_gradient == QueryGradient::kInOrder)
       return Sm80::plan(params, is_deterministic, device, QueryGradient::kInOrder);
@@ -413,7 +426,8 @@ struct Sm90 {
         set_in_order(plan, params, device);
       }
     }
-    plan.clears_bias_gradient = plan.bias_gradient != BiasGradient::kShared;
+    plan.clears_bias_gradient =
+        plan.bias_gradient != BiasGradient::kShared && plan.bias_gradient != BiasGradient::kKeys;
     const bool has_turns = plan.query_gradient == QueryGradient::kInTurns;
     plan.reads_bias_in_place =
         reads_in_place(params, has_turns ? hopper_bias(params) : hopper_bias(params, tile));

@@ -37,8 +37,9 @@ struct BiasGradientSums {
 template <HopperBias kBias, int kIndex>
 struct HopperBackwardMemory {
   static constexpr AttentionHopperBackwardTile kTile =
-      !is_bias(kBias)
-          ? kAttentionHopperBackwardTiles[kIndex]
+      !is_bias(kBias) ? kAttentionHopperBackwardTiles[kIndex]
+      : kBias == HopperBias::kRows
+          ? kAttentionHopperBackwardTiles[kIndex].with_rows_anywhere()
           : kAttentionHopperBackwardTiles[kIndex].with_bias(kBias == HopperBias::kTable);
   static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim;
   static constexpr int kKeys = kTile.keys(), kQueries = kTile.queries;

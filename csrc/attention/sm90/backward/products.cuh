@@ -148,10 +148,11 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     for (int n = 0; n < kEightsAhead; ++n) deltas_ahead[n] = deltas_at(rows, n);
   };
   // With a mask of keys: whether it excludes this lane's keys 0 and 8.
-  [[maybe_unused]] bool is_masked[2];
+  [[maybe_unused]] bool is_masked[2] = {};
   // Clears the rows of keys and values that a mask of keys excludes, so that what was there makes
   // no NaN of a weight of 0.
   const auto clear_masked = [&] {
+    if (params.block_mask.words == nullptr) return;
     const BlockMaskLayout& layout = params.block_mask.layout;
     const uint32_t bits =
         __ldg(params.block_mask.of(batch, tiles.head) + layout.bits() + warp_key / 32) >>
@@ -171,6 +172,35 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     }
     publish_writes();
     sync_warpgroups<kWarpgroups>();
+  };
+  // The bias of this lane's keys 0 and 8 in a head, and sums of the gradients of their scores.
+  constexpr bool kMayBiasKeys = kMasksKeys && kBias == HopperBias::kNone;
+  const bool has_key_bias = kMayBiasKeys && params.bias.data != nullptr;
+  const bool sums_keys = has_key_bias && params.bias_gradient_kind == BiasGradient::kKeys;
+  [[maybe_unused]] int head_of_bias = -1;
+  [[maybe_unused]] float key_bias[2], key_sums[2];
+  const auto end_head = [&] {
+    if (!sums_keys || head_of_bias < 0) return;
+    const int key = warp_key + FirstElement().row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = sum_of_row(key_sums[half]);
+      if (FirstElement().column == 0 && key + 8 * half < params.keys)
+        static_cast<float*>(
+            params.bias_gradient)[(batch * params.heads + head_of_bias) * params.keys + key +
+                                  8 * half] = sum;
+    }
+  };
+  const auto begin_head = [&](int head) {
+    end_head();
+    head_of_bias = head;
+    const BiasRows<T> rows(params, batch, head);
+    const int key = warp_key + FirstElement().row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      key_bias[half] = rows(0, min(key + 8 * half, params.keys - 1));
+      key_sums[half] = 0.f;
+    }
   };
   using Scores = Accumulators<1, kN>;
   // Turns products into weights, capped ones times slopes. Dropped weights become negative.
@@ -192,15 +222,26 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     if constexpr (kHasSoftcap) {
       weigh_capped<T>(params, weights, rounded_weights, row_of);
     } else {
+      const auto weigh_with = [&]<bool kBiases, bool kMasks>() {
 #pragma unroll
-      for (int column = 0; column < 2 * kN; ++column) {
-        const float2 row = row_of(column);
+        for (int column = 0; column < 2 * kN; ++column) {
+          const float2 row = row_of(column);
 #pragma unroll
-        for (int i = column % 2; i < 4; i += 2) {
-          float& weight = weights[column / 2][i];
-          weight = exp2_approximate(fmaf(fmaf(weight, to_logit, -row.x), kLog2E, -row.y));
-          if (kMasksKeys && is_masked[i / 2]) weight = 0.f;
+          for (int i = column % 2; i < 4; i += 2) {
+            float& weight = weights[column / 2][i];
+            const float relative = kBiases ? fmaf(weight, to_logit, key_bias[i / 2]) - row.x
+                                           : fmaf(weight, to_logit, -row.x);
+            weight = exp2_approximate(fmaf(relative, kLog2E, -row.y));
+            if (kMasks && is_masked[i / 2]) weight = 0.f;
+          }
         }
+      };
+      if (!has_key_bias) {
+        weigh_with.template operator()<false, kMasksKeys>();
+      } else if (params.block_mask.words == nullptr) {
+        weigh_with.template operator()<kMayBiasKeys, false>();
+      } else {
+        weigh_with.template operator()<kMayBiasKeys, kMasksKeys>();
       }
     }
     if (kIsUnmasked || !params.dropout.is_given()) return;
@@ -327,6 +368,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   for (; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
     if (shares_bits && head != head_of_bits) write_shared_bits(head);
+    if (has_key_bias && head != head_of_bias) begin_head(head);
     memory.stage_is_there(stage).wait(step / kStages & 1);
     constexpr bool kLoadsFirst = kEightsAhead > 0 && kQueries <= 64;
     if constexpr (kLoadsFirst) load_rows(stage);
@@ -378,6 +420,10 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     touch(gradients);
     find_score_gradients_of(stage);
     if constexpr (kIsUnmasked) exclude(excluded, gradients);  // of few tiles
+    if (sums_keys) {
+#pragma unroll
+      for (int i = 0; i < 4 * kN; ++i) key_sums[i % 4 / 2] += gradients[i / 4][i % 4];
+    }
     if constexpr (!kIsEarly) multiply_weights_of(stage);
     if constexpr (kIsStaggered) memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
     share_gradients(step % 2);
@@ -430,6 +476,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   if (kHasTile && !Memory::kIsRows && step > 0 && warpgroup == 0 && is_first_of_group)
     memory.scores_are_used((step - 1) % 2).arrive();
 
+  end_head();
   if (is_first_of_group) {
     wait_for_reads_of_stores();
     end_turn();

@@ -1,43 +1,13 @@
 #pragma once
-// The copying warpgroup of Hopper's forward. Its first warp copies queries, keys, values and a
-// dense bias to shared memory, and takes the next tile of queries.
+// The copying warpgroup of Hopper's forward. Its first warp copies queries, keys, values, a dense
+// bias and rows of keys to shared memory, and takes the next tile of queries.
 
 #include "../rows_anywhere.cuh"
+#include "../rows_of_keys.cuh"
 #include "block.cuh"
 #include "find_and_fill.cuh"
 
 namespace megasoftmax {
-
-// A mask of keys, as a row of a product. Each lane has some keys of a tile.
-template <class T, int kKeys>
-struct MaskedKeys {
-  static constexpr int kOfLane = kKeys / 32;
-  uint32_t bits;  // of this lane's keys that are excluded
-
-  __device__ MaskedKeys(const AttentionParams& params, int batch, int head, int first_key) {
-    const int key = first_key + first();
-    bits = __ldg(params.block_mask.of(batch, head) + params.block_mask.layout.bits() + key / 32) >>
-           key % 32;
-  }
-  __device__ static int first() { return thread_index_anew() % 32 * kOfLane; }
-  // Writes the row, in panels of 64 keys.
-  __device__ void store(uint32_t row, int panel_bytes) const {
-    constexpr uint32_t kExcluded = std::is_same_v<T, __half> ? 0xfc00 : 0xff80;  // -infinity
-    const uint32_t mine = row + first() / 64 * panel_bytes + first() % 64 * 2;
-#pragma unroll
-    for (int i = 0; i < kOfLane; i += 2)
-      store_word(mine + 2 * i,
-                 (bits >> i & 1) * kExcluded | (bits >> (i + 1) & 1) * kExcluded << 16);
-  }
-  // Writes eight rows of the column of ones, by the first threads of a block. Swizzled: the first
-  // vector of row r is vector r.
-  __device__ static void store_ones(uint32_t ones) {
-    const int thread = thread_index_anew();
-    if (thread < 64)
-      store_four(ones + 16 * thread,
-                 {thread / 8 == thread % 8 ? round_pair<T>(1.f, 0.f) : 0, 0, 0, 0});
-  }
-};
 
 template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
 __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
@@ -49,6 +19,7 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
   }
   uint32_t first_step = 0;  // steps of the tiles of queries before
   extern __shared__ __align__(1024) char shared_memory[];
+  using Rows = RowsOfKeys<T, kKeys, kMayBiasKeys>;
   const bool is_first = threadIdx.x % 32 == 0;
   uint32_t number = blockIdx.x;
   // Tells the other warps the number of a tile. The place held the tile assigned two tiles before,
@@ -80,6 +51,12 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
     params.heads_per_key_head.split(queries.head, key_head, rest);
     TilesToCopy tiles(params, queries, assigned, first_step);
     if (!kIsUnmasked && is_first) assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
+    // The next step's, so that no step waits for them.
+    [[maybe_unused]] Rows rows;
+    const auto load_rows = [&] {
+      if (kMasksKeys && tiles.are_left()) rows.load(params, queries.batch, queries.head, tiles.key);
+    };
+    load_rows();
     const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
                                        Barrier used, uint32_t step, int key, auto&& tell) {
       used.wait((step / kStages & 1) ^ 1);
@@ -134,12 +111,14 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
       };
       if (!has_keys) {
       } else if constexpr (kMasksKeys) {
-        const MaskedKeys<T, kKeys> masked(params, queries.batch, queries.head, key);
         fill_keys([&] {
-          masked.store(memory.masked(stage), Memory::kMaskedPanelBytes);
+          const bool has_large =
+              rows.store(params, memory.masked(stage), Memory::kMaskedPanelBytes);
+          if (Rows::has_bias(params) && is_first) Memory::step(shared_memory, stage) = has_large;
           publish_writes();
           __syncwarp();  // all lanes have written theirs
         });
+        load_rows();
       } else {
         fill_keys([&] {
           if (!kIsUnmasked && is_first)

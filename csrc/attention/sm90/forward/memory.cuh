@@ -117,9 +117,9 @@ struct HopperMemory {
   static constexpr int kKeysAt = kQueryStages * kWarpgroups * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static_assert(kValuePanels <= kPanels);  // results have the place of queries
-  // The step of a product with a mask of keys: a column of ones times a row with 0 for each key, or
-  // -infinity. The row is the first of 16, in panels of 64 keys, the column the first of 16. The
-  // rows of the ones are alike, so 8 of them are there.
+  // The step of a product with a mask or a bias of keys: columns of ones times rows of keys, see
+  // RowsOfKeys. The rows are the first of 16, in panels of 64 keys, the columns the first of 16.
+  // The rows of the ones are alike, so 8 of them are there.
   static constexpr bool kHasMasked = takes_key_mask(kTile, kBias);
   static constexpr int kMaskedPanelBytes = 16 * 128, kOnesBytes = 8 * 128;
   static constexpr int kMaskedBytes = kKeys / 64 * kMaskedPanelBytes;
@@ -166,7 +166,7 @@ struct HopperMemory {
     return reinterpret_cast<Assignment*>(memory + kAssignmentsAt)[number % 2];
   }
   // What a step of a stage's keys is told: the key of the next step, and whether a mask excludes
-  // some keys. See FollowedTiles.
+  // some keys, see FollowedTiles; or whether a bias of keys is large, see RowsOfKeys.
   __device__ static int& step(char* memory, int stage) {
     return reinterpret_cast<int*>(memory + kStepsAt)[stage];
   }

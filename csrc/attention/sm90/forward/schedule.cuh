@@ -44,8 +44,9 @@ struct QueriesOfBlock : TileOfQueries {
   }
 };
 
-// The keys from the first tile to the last of which a mask of keys leaves some.
+// The keys from the first tile to the last of which a mask of keys, if there is one, leaves some.
 __device__ inline KeyRange keys_left(const AttentionParams& params, int batch, int head) {
+  if (params.block_mask.words == nullptr) return {0, params.keys};
   const BlockMaskLayout& layout = params.block_mask.layout;
   const uint32_t* const seen = params.block_mask.of(batch, head) + layout.seen_by_query();
   int first = 0, last = layout.words_of_keys() - 1;
