@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import megasoftmax
-from megasoftmax.integrations.relative_shift import relative_shift
 
 FIELDS = ["case", "pass", "implementation", "microseconds", "error", "note"]
 MEM_EFFICIENT = "SDPA mem-efficient"
@@ -81,10 +80,10 @@ class Inputs:
         self.kind, self.entries = case.kind, entries.requires_grad_()
         self.mask = torch.rand(case.rows, 1, 1, case.length) < 0.1 if case.has_mask else None
 
-    def bias(self, entries: Tensor | None = None) -> Tensor:
+    def bias(self, entries: Tensor | None = None) -> Tensor | megasoftmax.ShiftedBias:
         """What is added to the scores, from the tensor that learns."""
         entries = self.entries if entries is None else entries
-        return relative_shift(entries, entries.shape[2]) if self.kind == "shift" else entries
+        return megasoftmax.ShiftedBias(entries) if self.kind == "shift" else entries
 
     def bias_gradient(self) -> Tensor:
         """In float32, some rows at a time."""
@@ -107,7 +106,10 @@ class Inputs:
     def padded_bias(self) -> Tensor:
         """Of all rows, with the mask; its rows begin at multiples of 16 bytes."""
         length = self.gradient.shape[2]
-        bias = pad(self.bias(), (0, -length % 8))[..., :length]
+        bias = self.bias()
+        if isinstance(bias, megasoftmax.ShiftedBias):
+            bias = bias.dense(length, length)
+        bias = pad(bias, (0, -length % 8))[..., :length]
         bias = bias.expand(len(self.gradient), -1, length, -1)
         return bias if self.mask is None else bias.masked_fill(self.mask, -torch.inf)
 

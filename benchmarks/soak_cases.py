@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import RelativeBias, TileMask
+from megasoftmax import TileMask
 from megasoftmax.check import cases
 from megasoftmax.check.draws import (
     BFLOAT,
@@ -369,7 +369,7 @@ class Attention(cases.Attention):
         case.softcap = draw_softcap(random)
         case.planted = case.visible = None
         if case.bias is not None:
-            shape, is_whole = case.bias, len(case.bias) == 4 - case.relative
+            shape, is_whole = case.bias, len(case.bias) == 4 - (case.relative and not case.shifted)
             if is_whole and chance(random, 0.3):  # shared by groups of batches
                 shape = (draw_divisor(random, batch), *shape[1:])
             gradient = chance(random, 0.8)
@@ -397,7 +397,7 @@ class Attention(cases.Attention):
             given["mask"] = oracle_attention.mask_of_pairs(tile_mask, queries, keys)
         if self.bias is not None:
             bias = self._bias(data, given)
-            arguments["bias"] = RelativeBias(bias) if self.relative else bias
+            arguments["bias"] = self.as_bias(bias)
         if self.sink is not None:
             arguments["sink"] = self.sink.make(data, self.shape[1])
         incoming = self.incoming.make(data, (*of_queries, self.value_dim), self.dtype, of_queries)

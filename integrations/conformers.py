@@ -2,8 +2,8 @@
 
 Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T with `position_embeddings_type="relative"`, and
 Parakeet (FastConformer). All of them call the attention interface, so that these subclasses only
-save memory and time: scores of positions become a bias as a view (`position_scores`), where the
-family copies them three times. Parakeet writes its mask into that bias; here the mask stays bool.
+save memory and time: scores of positions are a `ShiftedBias`, where the family copies them three
+times. Parakeet writes its mask into that bias; here the mask stays bool.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
     Wav2Vec2ConformerSelfAttention,
 )
 
+from megasoftmax.biases import ShiftedBias
 from megasoftmax.integrations.relative_shift import may_recompute, position_scores, recomputed
 from megasoftmax.integrations.subclasses import OrFamily, asked_function, in_heads
 
@@ -55,8 +56,8 @@ class _Conformer:
         )
         positions = in_heads(layer.linear_pos(relative_position_embeddings), layer.head_size)
         scaled = (query + layer.pos_bias_v[:, None]) * layer.scaling
-        bias = position_scores(scaled, positions, key.shape[2])
-        with _saved_as_factors(bias, scaled, positions):
+        scores = position_scores(scaled, positions)
+        with _saved_as_factors(scores, scaled, positions):
             output, probabilities = function(
                 self,
                 query + layer.pos_bias_u[:, None],
@@ -65,7 +66,7 @@ class _Conformer:
                 attention_mask,
                 dropout=layer.dropout.p,
                 scaling=layer.scaling,
-                position_bias=bias,
+                position_bias=ShiftedBias(scores),
                 **kwargs,
             )
         return layer.linear_out(output.flatten(2)), probabilities
@@ -89,8 +90,8 @@ class _FastConformer(OrFamily):
         )
         positions = in_heads(layer.relative_k_proj(position_embeddings), layer.head_dim)
         scaled = (query + layer.bias_v[:, None]) * layer.scaling
-        bias = position_scores(scaled, positions, key.shape[2])
-        with _saved_as_factors(bias, scaled, positions):
+        scores = position_scores(scaled, positions)
+        with _saved_as_factors(scores, scaled, positions):
             output, probabilities = function(
                 self,
                 query + layer.bias_u[:, None],
@@ -99,25 +100,24 @@ class _FastConformer(OrFamily):
                 attention_mask,
                 dropout=layer.attention_dropout,
                 scaling=layer.scaling,
-                position_bias=bias,
+                position_bias=ShiftedBias(scores),
                 **kwargs,
             )
         return layer.o_proj(output.flatten(2)), probabilities
 
 
 def _saved_as_factors(
-    bias: torch.Tensor, scaled: torch.Tensor, positions: torch.Tensor
+    scores: torch.Tensor, scaled: torch.Tensor, positions: torch.Tensor
 ) -> AbstractContextManager[None]:
-    """Saves the factors of a bias for the backward pass, which are small, and not the bias.
+    """Saves the factors of scores for the backward pass, which are small, and not the scores.
 
-    It has twice the size of all probabilities. One more product makes it again, without
+    They have twice the size of all probabilities. One more product makes them again, without
     autocast.
     """
-    if not bias.requires_grad or not may_recompute():
+    if not scores.requires_grad or not may_recompute():
         return nullcontext()
-    scaled, positions = (each.detach().to(bias.dtype) for each in (scaled, positions))
-    keys = bias.shape[-1]
-    return recomputed(bias, lambda: position_scores(scaled, positions, keys))
+    scaled, positions = (each.detach().to(scores.dtype) for each in (scaled, positions))
+    return recomputed(scores, lambda: position_scores(scaled, positions))
 
 
 class MegasoftmaxWav2Vec2ConformerSelfAttention(_Conformer, Wav2Vec2ConformerSelfAttention):

@@ -8,7 +8,7 @@
         ...
 
 `RelPositionMultiHeadAttention` with full context runs megasoftmax, whatever its `use_pytorch_sdpa`
-says. Scores of relative positions are a bias that learns, as a view (`position_scores`), and the
+says. Scores of relative positions are a bias that learns, a `ShiftedBias`, and the
 mask stays bool, where NeMo writes -10000 into the bias. Masked rows are zero in both.
 `RelPositionMultiHeadAttentionLongformer`, for limited context, is left as it is.
 
@@ -32,6 +32,7 @@ except ImportError as error:
         "nemo: expected nemo_toolkit[asr]; pip install 'nemo_toolkit[asr]'"
     ) from error
 
+from megasoftmax.biases import ShiftedBias
 from megasoftmax.integrations.layers import Classes, model_patcher
 from megasoftmax.integrations.products import attend
 from megasoftmax.integrations.relative_shift import position_scores
@@ -59,7 +60,7 @@ class MegasoftmaxRelPositionMultiHeadAttention(RelPositionMultiHeadAttention):
             scale = 1 / math.sqrt(self.d_k)
             of_positions = (query + self.pos_bias_v[:, None]) * scale
             options = AttentionOptions(
-                bias=position_scores(of_positions, positions, key.shape[2]),
+                bias=ShiftedBias(position_scores(of_positions, positions)),
                 mask=None if mask is None else mask[:, None],
                 scale=scale,
                 dropout=self.dropout_rate if self.training else 0.0,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import megasoftmax
 from megasoftmax.autocast import as_autocast, one_as_autocast
+from megasoftmax.biases import RelativeBias
 from megasoftmax.functions.attention import (
     AttentionCall,
     served_attention,
@@ -51,6 +52,13 @@ def like_query(layer: torch.nn.Module, head_dim: int, dtype: torch.dtype | None 
     return torch.empty(1, 1, 1, head_dim, dtype=dtype or weight.dtype, device=weight.device)
 
 
+def with_dense_bias(options: AttentionOptions, query: Tensor, key: Tensor) -> AttentionOptions:
+    """What `softmax` of all scores takes: a tensor in place of a relative bias."""
+    if not isinstance(options.bias, RelativeBias):
+        return options
+    return options._replace(bias=options.bias.dense(query.shape[-2], key.shape[-2]))
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attention for layers that need no probabilities, [..., queries, heads, value_dim].
 
@@ -64,6 +72,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
     if takes_attention(*tensors, options):
         output = megasoftmax.attention(*tensors, **options._asdict())
     else:
+        options = with_dense_bias(options, query, key)
         output, _ = between_products(
             query,
             key,

@@ -79,6 +79,7 @@ except ImportError as error:
 
 import megasoftmax
 from megasoftmax.autocast import as_autocast
+from megasoftmax.biases import ShiftedBias
 from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.by_name import watch
 from megasoftmax.integrations.mask_functions import Rule, rule_of
@@ -87,6 +88,7 @@ from megasoftmax.integrations.products import (
     between_products,
     probabilities,
     takes_attention,
+    with_dense_bias,
 )
 from megasoftmax.integrations.sharing import can_share, made_once, with_tiles
 from megasoftmax.options import AttentionOptions, Ranges, Window
@@ -399,7 +401,7 @@ def _read(
     softcap: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    position_bias: torch.Tensor | None = None,
+    position_bias: torch.Tensor | ShiftedBias | None = None,
     s_aux: torch.Tensor | None = None,
     indices: Any = None,
     block_indices: Any = None,
@@ -418,7 +420,7 @@ def _read(
         sliding_window: the tokens that a causal query sees, itself included; else the largest
             |query - key|. Counts only when there is no mask, which else holds the window already.
         position_bias: float, broadcastable to [..., heads, queries, keys], added to the scaled
-            scores. Gets a gradient.
+            scores; or a `ShiftedBias`. Gets a gradient.
         s_aux: [heads], a logit that joins the denominator. Gets a gradient.
         indices, block_indices, cache, sinks: None, else refused: they change the result and are not
             computed here. Models with sparse attention give the keys as indices to all
@@ -430,6 +432,8 @@ def _read(
     queries = query.size(-2)  # reading a shape takes longer
     causal, window, visible = False, None, None
     excluded: Any = None
+    if isinstance(position_bias, ShiftedBias) and not _keeps_all_pairs(attention_mask, query, key):
+        position_bias = position_bias.dense(queries, key.size(-2))
     bias = None if position_bias is None else _with_dense_rows(position_bias)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -484,11 +488,22 @@ def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
     return vars(module).get("reorder_and_upcast_attn", False)  # getattr is slow
 
 
+def _keeps_all_pairs(attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether a bias is taken as it is: no keys are left out, and no mask is added to it."""
+    if attention_mask is None:
+        return query.size(-2) == key.size(-2)
+    if isinstance(attention_mask, PaddingMask):
+        return attention_mask.keys == key.size(-2)
+    return isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
+
+
 def _with_dense_rows(bias: Any) -> Any:
     """The bias with contiguous keys, copied once for all layers that share it.
 
     T5's has heads last in memory. Without this copy each layer would copy, forward and backward.
     """
+    if isinstance(bias, ShiftedBias):
+        return bias
     if bias.stride(-1) == 1 or 0 in bias.stride() or not can_share(bias):
         return bias
     return made_once(bias, "dense", torch.Tensor.contiguous)
@@ -512,6 +527,7 @@ def _through_softmax(
     upcast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Matmul, softmax, torch's dropout, matmul."""
+    options = with_dense_bias(options, query, key)
     output, weights = between_products(
         query,
         key,

@@ -17,7 +17,7 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 11):
 
 from megasoftmax import layers as layers
 from megasoftmax import ranges as ranges
-from megasoftmax.biases import RelativeBias
+from megasoftmax.biases import RelativeBias, ShiftedBias
 from megasoftmax.dispatch import Reason, Reasons
 from megasoftmax.distributed.zigzag import zigzag_cat, zigzag_chunk
 from megasoftmax.functions.attention import attention, attention_varlen
@@ -54,6 +54,7 @@ __all__ = [
     "ScaledMaskedSoftmax",
     "ScaledSoftmax",
     "ScaledUpperTriangMaskedSoftmax",
+    "ShiftedBias",
     "SoftmaxOne",
     "TileMask",
     "__version__",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megasoftmax.biases import RelativeBias
+from megasoftmax.biases import RelativeBias, ShiftedBias
 from megasoftmax.checks import (
     FLOATING,
     as_integer,
@@ -68,6 +68,11 @@ def check_ring(
     every = _check_lengths(lengths, key, group)
     _check_order(order, every)
     queries = query.shape[-2]
+    if isinstance(bias, ShiftedBias):
+        raise TypeError(
+            "bias: expected a tensor or a RelativeBias with one table for all queries, "
+            f"got {kind(bias)}"
+        )
     relative = isinstance(bias, RelativeBias)
     needs_positions = options.causal or options.window is not None or relative or order == "zigzag"
     if needs_positions and queries != key.shape[-2]:
@@ -114,6 +119,11 @@ def check_varlen(
         return
     if not isinstance(bias, RelativeBias):
         raise TypeError(f"bias: expected None or a RelativeBias, got {kind(bias)}")
+    if isinstance(bias, ShiftedBias):
+        raise TypeError(
+            "bias: expected None or a RelativeBias with one table for all queries, "
+            f"got {kind(bias)}"
+        )
     if cu_seqlens_k is not cu_seqlens_q:
         raise ValueError(
             "bias: expected one cu_seqlens for queries and keys, whose documents then lie at the "

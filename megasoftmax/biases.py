@@ -2,6 +2,8 @@
 
 * A bias that depends on key - query alone is a `RelativeBias`, a table of m + n - 1 values per
   head in place of m n: `t5_bias`, `alibi_bias`, or any table of your own.
+* Scores of relative positions, as Transformer-XL makes them, are a `ShiftedBias`: a table for each
+  query, in place of copies that shift them.
 * One that depends on query and key is a tensor [..., heads, m, n]. Dimensions that broadcast are
   shared, not repeated: the pair bias of triangle attention, [structures, 1, heads, m, n], serves
   queries [structures, rows, heads, m, head_dim].
@@ -10,11 +12,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megasoftmax import checks
+from megasoftmax.reference.attention import shifted_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +40,12 @@ class RelativeBias:
 
     table: Tensor
 
+    trailing: ClassVar[int] = 2
+    """Dimensions of the table from the heads on."""
+    _expected: ClassVar[str] = "[..., heads, m + n - 1]"
+
     def __post_init__(self) -> None:
-        _check_tensor("table", self.table, 2, "[..., heads, m + n - 1]")
+        _check_tensor("table", self.table, 2, self._expected)
 
     def dense(self, queries: int, keys: int) -> Tensor:
         """Entry by entry, [..., queries, keys], in the type of the table; differentiable.
@@ -57,6 +65,78 @@ class RelativeBias:
         if queries == 0 or keys == 0:
             return self.table.new_empty(*self.table.shape[:-1], queries, keys)
         return self.table.unfold(-1, keys, 1).flip(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftedBias(RelativeBias):
+    """A relative bias with a table for each query: scores of queries and relative positions.
+
+    With m queries and n keys, entry (i, j) of the bias is table[..., i, j - i + m - 1]. Models
+    shift such scores by padding and reshaping, which copies them twice, and their gradient twice.
+    Here rows of the bias begin one entry earlier each, and so do those of the gradient.
+
+        scores = query @ positions.transpose(-2, -1)  # of m queries and m + n - 1 positions
+        output = attention(query, key, value, bias=ShiftedBias(scores))
+
+    Args:
+        table: floating, [..., heads, m, at least m + n - 1]. Column c is of distance c - (m - 1)
+            from query to key. Columns from m + n - 1 on are not read. All but the last two
+            dimensions broadcast to [..., heads] of the query.
+
+    Raises:
+        TypeError: table is not a floating tensor.
+        ValueError: table does not have at least 2 dimensions.
+
+    Source:
+        Dai et al., https://arxiv.org/abs/1901.02860, appendix B.
+    """
+
+    trailing: ClassVar[int] = 3
+    _expected: ClassVar[str] = "[..., m, at least m + n - 1]"
+
+    def dense(self, queries: int, keys: int) -> Tensor:
+        """Entry by entry, [..., queries, keys]; differentiable. A view of a contiguous table.
+
+        Raises:
+            TypeError, ValueError: queries or keys is no integer from 0 on, or the table does not
+                have that many rows and at least queries + keys - 1 columns.
+        """
+        queries = checks.checked_integer("queries", queries, 0)
+        keys = checks.checked_integer("keys", keys, 0)
+        rows, columns = self.table.shape[-2:]
+        if rows != queries or columns < queries + keys - 1:
+            raise ValueError(
+                f"table: expected [..., {queries}, at least {max(queries + keys - 1, 0)}] for "
+                f"{queries} queries and {keys} keys, got shape {tuple(self.table.shape)}"
+            )
+        shifted: Tensor = _Shift.apply(self.table, keys)
+        return shifted
+
+
+class _Shift(torch.autograd.Function):
+    """Autograd would fill and copy two tensors of all distances, one for each slice."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(table: Tensor, keys: int) -> Tensor:
+        return shifted_rows(table.flatten(-2), table.shape[-2], keys)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        table, ctx.keys = inputs
+        ctx.distances = table.shape[-1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        queries = gradient.shape[-2]
+        flat = gradient.new_zeros((*gradient.shape[:-2], queries * ctx.distances))
+        shifted_rows(flat, queries, ctx.keys).copy_(gradient)
+        return flat.view(*gradient.shape[:-1], ctx.distances), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return shifted_rows(tangent.flatten(-2), tangent.shape[-2], ctx.keys)
 
 
 def t5_bias(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, 
 import torch
 from torch import Tensor
 
-from megasoftmax.biases import RelativeBias
+from megasoftmax.biases import RelativeBias, ShiftedBias
 from megasoftmax.checks import (
     as_integer,
     check_device,
@@ -599,11 +599,19 @@ def check_attention_bias(
     table = bias.table
     check_floating("bias.table", table)
     check_device("bias.table", table, "query", query)
-    target = (*shape[:-2], max(shape[-2] + shape[-1] - 1, 0))
-    if table.shape[-1] != target[-1] or not _broadcasts(table.shape, target):
+    distances, columns = max(shape[-2] + shape[-1] - 1, 0), table.shape[-1]
+    if isinstance(bias, ShiftedBias):
+        target = (*shape[:-1], columns)
+        fits = columns >= distances and table.shape[-2] == shape[-2]
+    else:
+        target = (*shape[:-2], distances)
+        fits = columns == distances
+    if not fits or not _broadcasts(table.shape, target):  # tracers would note what is named here
+        rows = f"{shape[-2]}, at least " if isinstance(bias, ShiftedBias) else ""
         raise ValueError(
-            f"bias.table: expected [..., heads, {target[-1]}] that broadcasts to {target}, "
-            f"got {tuple(table.shape)}{_hint_at_sharing('bias.table', table.shape, target)}"
+            f"bias.table: expected [..., heads, {rows}{distances}] that broadcasts to {target}, "
+            f"got {tuple(table.shape)}"
+            f"{_hint_at_sharing('bias.table', table.shape, target, bias.trailing - 1)}"
         )
 
 
@@ -625,7 +633,9 @@ def check_companion(
         )
 
 
-def _hint_at_sharing(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
+def _hint_at_sharing(
+    name: str, shape: tuple[int, ...], target: tuple[int, ...], of_scores: int = 2
+) -> str:
     """How to write that several examples, or heads, read one entry, if that may be meant.
 
     Args:
@@ -633,6 +643,7 @@ def _hint_at_sharing(name: str, shape: tuple[int, ...], target: tuple[int, ...])
         shape: of the tensor.
         target: [..., heads, queries, keys], which it does not broadcast to. Or without the last
             dimension, of ranges, or with one of distances in place of the last two.
+        of_scores: dimensions of the target behind the heads.
     """
     missing = len(target) - len(shape)
     wrong = [
@@ -644,7 +655,6 @@ def _hint_at_sharing(name: str, shape: tuple[int, ...], target: tuple[int, ...])
         return ""
     (own,) = wrong
     dim, entries, whole = missing + own, shape[own], target[missing + own]
-    of_scores = 1 if name in ("bias.table", "visible[0]", "visible[1]") else 2
     if dim > len(target) - of_scores - 1 or entries == 0 or whole % entries != 0:
         return ""
     each = whole // entries

@@ -152,7 +152,7 @@ def by_entry(
     """
     bias = options.get("bias")
     table = bias.table if isinstance(bias, RelativeBias) else bias
-    rank = 3 if isinstance(bias, RelativeBias) else 4
+    rank = bias.trailing + 1 if isinstance(bias, RelativeBias) else 4
     if table is None or table.dim() < rank or table.shape[0] in (1, len(query)):
         return (query, key, value), options
     sizes = (table.shape[0], len(query) // table.shape[0])
@@ -168,7 +168,7 @@ def by_entry(
         mask = TileMask(tensor) if mask.block == 1 else TileMask.from_blocks(tensor, mask.block)
     shared = table.unsqueeze(1)
     options = options | {
-        "bias": RelativeBias(shared) if isinstance(bias, RelativeBias) else shared,
+        "bias": type(bias)(shared) if isinstance(bias, RelativeBias) else shared,
         "mask": mask if isinstance(mask, TileMask) else split(mask),
         "visible": first_and_end and tuple(split(bound, 3) for bound in first_and_end),
     }

@@ -12,7 +12,7 @@ import oracle
 import torch
 from torch import Tensor
 
-from megasoftmax import RelativeBias, TileMask
+from megasoftmax import RelativeBias, ShiftedBias, TileMask
 
 HALVES = (torch.float16, torch.bfloat16)
 RATIO = 1.5  # of the error that torch's attention makes
@@ -46,8 +46,13 @@ def bias_of_pairs(bias: Tensor | RelativeBias | None, shape: torch.Size) -> Tens
     if bias is None:
         return None
     if isinstance(bias, RelativeBias):
-        queries, keys = torch.arange(shape[-2])[:, None], torch.arange(shape[-1])
-        entries = bias.table.double()[..., (keys - queries + shape[-2] - 1).to(bias.table.device)]
+        device = bias.table.device
+        queries = torch.arange(shape[-2], device=device)[:, None]
+        places = torch.arange(shape[-1], device=device) - queries + shape[-2] - 1
+        table = bias.table.double()
+        entries = (
+            table[..., queries, places] if isinstance(bias, ShiftedBias) else table[..., places]
+        )
     else:
         entries = bias.double()
     return entries.expand(shape)

@@ -29,9 +29,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import megasoftmax
-from megasoftmax import RelativeBias, reference
+from megasoftmax import RelativeBias, ShiftedBias, reference
 from megasoftmax.explain import explain_attention
-from megasoftmax.integrations.relative_shift import relative_shift
 
 INF, NAN = torch.inf, torch.nan
 
@@ -132,6 +131,17 @@ BIASES: dict[str, Callable[..., Tensor] | None] = {
     ),
     "keys, lowest": lambda shape, device, dtype: _lowest((1, shape[1], 1, shape[3]), device, dtype),
     "rows, -inf": lambda shape, device, dtype: _with_infinities((*shape[:3], 1), device, dtype),
+    "shifted": _of_shape(lambda b, h, m, n: (b, h, m, m + n - 1)),
+    "shifted, wider": _of_shape(lambda b, h, m, n: (1, h, m, m + n + 6)),
+    "shifted, heads first": lambda shape, device, dtype: (
+        _transposed((*shape[:2], shape[2], sum(shape[2:]) - 1), device, dtype)
+        .transpose(-1, -2)
+        .contiguous()
+        .transpose(-1, -2)
+    ),
+    "shifted, one of all queries": lambda shape, device, dtype: normal(
+        1, shape[1], 1, sum(shape[2:]) - 1, device=device, dtype=dtype, seed=4
+    ).expand(*shape[:3], -1),
     "relative": _of_shape(lambda b, h, m, n: (1, m + n - 1)),
     "relative per head": _of_shape(lambda b, h, m, n: (h, m + n - 1)),
     "relative per batch": _of_shape(lambda b, h, m, n: (b, h, m + n - 1)),
@@ -270,8 +280,9 @@ def _check_combination(device: str, combination: dict[str, Any]) -> None:
     make = BIASES[combination["bias"]]
     if make is not None:
         bias = make(shape, device, dtype).requires_grad_()
-        is_relative = combination["bias"].startswith("relative")
-        arguments["bias"] = RelativeBias(bias) if is_relative else bias
+        made_of = {"relative": RelativeBias, "shifted": ShiftedBias}
+        kind = next((each for each in made_of if combination["bias"].startswith(each)), None)
+        arguments["bias"] = made_of[kind](bias) if kind else bias
     of = MASKS[combination["mask"]]
     if of is not None:
         arguments["mask"] = coin(*of(*shape), device=device)
@@ -498,7 +509,7 @@ def test_gradients_of_biases_by_each_tile(
 
 
 @gpu
-@pytest.mark.parametrize("kind", ["of keys", "of queries"])
+@pytest.mark.parametrize("kind", ["of keys", "of queries", "shifted"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize(
     ("dim", "lengths"),
@@ -517,6 +528,7 @@ def test_biases_of_fewer_entries_than_pairs(
         shape = {
             "of keys": (1, 4, 1, keys),  # for one query it is dense, and batches share it
             "of queries": (1, 4, queries, 1),
+            "shifted": (2, 4, queries, queries + keys + 4),
         }[kind]
         entries = normal(*shape, device="cuda", dtype=dtype, seed=4)
         mask = coin(2, 1, 1, keys, device="cuda")
@@ -525,8 +537,9 @@ def test_biases_of_fewer_entries_than_pairs(
             if large is not None:
                 given = given.masked_fill(coin(*shape, device="cuda", seed=5), large)
             given.requires_grad_(large is None)
-            check(q, k, v, bias=given, what=f"{large}")
-            check(q, k, v, bias=given, causal=True, mask=mask, what=f"{large}, masked")
+            bias = ShiftedBias(given) if kind == "shifted" else given
+            check(q, k, v, bias=bias, what=f"{large}")
+            check(q, k, v, bias=bias, causal=True, mask=mask, what=f"{large}, masked")
 
 
 # Of batches, heads, queries and keys that share entries of a bias: windows, and rows of pairs.
@@ -1909,7 +1922,7 @@ def _biases_anywhere(
         yield f"offset {offset}", _placed(values, offset, pitch)
     for more in range(1, 8):
         yield f"rows {more} longer", _placed(values, more % 3, keys + more)
-    yield "shift", relative_shift(made(batch, heads, queries, queries + keys - 1), keys)
+    yield "shift", ShiftedBias(made(batch, heads, queries, queries + keys - 1)).dense(*lengths)
     yield "slice", made(batch, heads, queries + 3, keys + 5)[:, :, 3:, 5:]
     yield "[queries, batch, heads, keys]", made(queries, batch, heads, keys).permute(1, 2, 0, 3)
     yield "one of all batches", made(1, heads, *lengths)

@@ -124,13 +124,15 @@ def test_formula_and_gradients(shape, options, dtype, device):
             assert_same(mine / (1 + theirs.abs().max()), theirs / (1 + theirs.abs().max()), dtype)
 
 
+@pytest.mark.parametrize("kind", [biases.RelativeBias, biases.ShiftedBias])
 @pytest.mark.parametrize("options", [OPTIONS["t5"], OPTIONS["alibi"], {}], ids=str)
-def test_relative_bias_of_the_call(options, device):
-    """Two relative biases stay a table; alone, either is the bias."""
+def test_relative_bias_of_the_call(options, kind, device):
+    """Two tables by distance stay a table; alone, either is the bias."""
     attention = build(options, device)
     inputs = make_inputs(3, 11, device)
-    table = normal(HEADS, 13, device=device).requires_grad_()
-    bias = biases.RelativeBias(table)
+    shape = (HEADS, 13) if kind is biases.RelativeBias else (HEADS, 3, 13)
+    table = normal(*shape, device=device).requires_grad_()
+    bias = kind(table)
     actual = attention(*inputs, bias)
     expected = plain(attention, *inputs, bias.dense(3, 11))
     assert_same(actual, expected, torch.float32)

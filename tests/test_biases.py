@@ -45,6 +45,42 @@ def test_dense_without_queries_or_keys(shape):
     assert biases.RelativeBias(table).dense(*shape).shape == (HEADS, *shape)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES[:-1], *SPECIAL_SHAPES])
+@pytest.mark.parametrize("more", [0, 3])
+def test_dense_of_a_table_for_each_query_is_a_view(shape, more, device):
+    queries, keys = shape
+    columns = max(queries + keys - 1, 0) + more
+    table = normal(2, HEADS, queries, columns, device=device)
+    actual = biases.ShiftedBias(table).dense(*shape)
+    rows = torch.arange(queries, device=device)[:, None]
+    places = torch.arange(keys, device=device) - rows + queries - 1
+    assert torch.equal(actual, table[:, :, rows, places])
+    if actual.numel() > 0:
+        assert actual.data_ptr() - table.data_ptr() == table.element_size() * (queries - 1)
+
+
+@pytest.mark.parametrize("shape", [(5, 5, 9), (1, 1, 1), (1, 4, 7), (3, 7, 13), (4, 4, 12)])
+def test_derivatives_of_a_table_for_each_query(shape):
+    queries, keys, columns = shape
+    table = torch.randn(2, queries, columns, dtype=torch.float64, requires_grad=True)
+
+    def dense(table):
+        return biases.ShiftedBias(table).dense(queries, keys)
+
+    assert torch.autograd.gradcheck(dense, (table,), check_batched_grad=True, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(dense, (table,))
+    of_each = torch.func.vmap(torch.func.grad(lambda table: (dense(table) ** 2).sum()))(table)
+    (of_all,) = torch.autograd.grad((dense(table) ** 2).sum(), table)
+    torch.testing.assert_close(of_each, of_all)
+
+
+@pytest.mark.parametrize("shape", [(7, 10), (6, 12)])
+def test_dense_of_another_table_for_each_query_is_refused(shape):
+    expected = r"table: expected \[..., 7, at least 11\] for 7 queries and 5 keys, got shape"
+    with pytest.raises(ValueError, match=expected):
+        biases.ShiftedBias(torch.zeros(3, *shape)).dense(7, 5)
+
+
 def test_dense_of_other_lengths_is_refused():
     with pytest.raises(ValueError, match=r"table: .*7 queries and 5 keys, got shape \(3, 12\)"):
         biases.RelativeBias(torch.zeros(3, 12)).dense(7, 5)

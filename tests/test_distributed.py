@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import megasoftmax
-from megasoftmax import RelativeBias, TileMask, ops
+from megasoftmax import RelativeBias, ShiftedBias, TileMask, ops
 from megasoftmax.distributed import context_parallel
 
 WORLDS = (2, 3)
@@ -679,6 +679,7 @@ def messages(device, group):
     tensor = query.clone().requires_grad_()
     output, _ = megasoftmax.ring_attention(tensor, query, query, group=group)
     table, mask = RelativeBias(query.new_zeros(2, 7)), query[..., :4] > 0
+    shifted = ShiftedBias(query.new_zeros(2, 4, 15))
     in_zigzag = partial(megasoftmax.ring_attention, group=group, order="zigzag")
     sharded = distribute_tensor(query, init_device_mesh(query.device.type, (group.size(),)))
     refused = [
@@ -695,6 +696,7 @@ def messages(device, group):
         lambda: in_zigzag(fewer, fewer, fewer),
         lambda: in_zigzag(query, query, query, lengths=[4, 2] if group.rank() == 0 else [2, 4]),
         lambda: in_zigzag(fewer, query, query),
+        lambda: megasoftmax.ring_attention(query, query, query, group=group, bias=shifted),
     ]
     said = []
     for call in refused:
@@ -995,6 +997,7 @@ def test_messages(ranks):
             order,
             order,
             queries,
+            "bias: expected a tensor or a RelativeBias with one table for all queries",
         ]
 
 

@@ -219,6 +219,19 @@ ATTENTION_CASES = [
     ),
     ({"bias": megasoftmax.RelativeBias(floats(3, 7))}, ValueError, "(2, 4, 7)", "(3, 7)"),
     (
+        {"bias": megasoftmax.ShiftedBias(floats(4, 3, 6))},
+        ValueError,
+        "[..., heads, 3, at least 7] that broadcasts to (2, 4, 3, 6)",
+        "(4, 3, 6)",
+    ),
+    ({"bias": megasoftmax.ShiftedBias(floats(4, 2, 7))}, ValueError, "(2, 4, 3, 7)", "(4, 2, 7)"),
+    (
+        {"bias": megasoftmax.ShiftedBias(floats(2, 3, 7))},
+        ValueError,
+        "(2, 4, 3, 7)",
+        "(2, 3, 7); heads share entries only by broadcasting",
+    ),
+    (
         {"bias": megasoftmax.RelativeBias(floats(2, 7))},
         ValueError,
         "(2, 4, 7)",

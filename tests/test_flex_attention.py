@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import (
 
 import megasoftmax
 from megasoftmax import TileMask, ranges
-from megasoftmax.biases import RelativeBias, alibi_bias
+from megasoftmax.biases import RelativeBias, ShiftedBias, alibi_bias
 from megasoftmax.integrations.flash_attn import flash_attn_func
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "learned-biases.md"
@@ -26,6 +26,7 @@ BATCH, HEADS, TOKENS, DIM = 2, 4, 7, 8
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
 BIAS = normal(BATCH, HEADS, TOKENS, TOKENS, device="cpu", seed=4).double()
 TABLE = normal(HEADS, 2 * TOKENS - 1, device="cpu", seed=5).double()
+POSITIONS = normal(BATCH, HEADS, TOKENS, 2 * TOKENS - 1, device="cpu", seed=6).double()
 FACTORS = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
 WINDOW = 2
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [5, 2, 2, 2, 2, 9, 9]])
@@ -54,6 +55,11 @@ ROWS = {
         lambda score, b, h, q, kv: score + TABLE[h, kv - q + TOKENS - 1],
         None,
         {"bias": RelativeBias(TABLE)},
+    ),
+    "scores of positions, as Transformer-XL has them": (
+        lambda score, b, h, q, kv: score + POSITIONS[b, h, q, kv - q + TOKENS - 1],
+        None,
+        {"bias": ShiftedBias(POSITIONS)},
     ),
     "ALiBi": (
         lambda score, b, h, q, kv: score + SLOPES[h] * (kv - q),

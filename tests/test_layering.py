@@ -46,7 +46,7 @@ LAYERS = {
     "explain": {"build", "limits", "options"},
     "dispatch": {"build", "limits", "options", "reference", "tracing"},
     "checks": {"tracing"},
-    "biases": {"checks"},
+    "biases": {"checks", "reference"},
     "masks": {"checks", "limits", "reference", "tracing"},
     "options": {"biases", "checks", "masks"},
     "arguments": {"biases", "checks", "options"},

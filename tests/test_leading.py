@@ -12,7 +12,15 @@ from inputs import attention_on, coin, normal
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import FusedAttention, RelativeBias, TileMask, attention, ranges, why_not_fused
+from megasoftmax import (
+    FusedAttention,
+    RelativeBias,
+    ShiftedBias,
+    TileMask,
+    attention,
+    ranges,
+    why_not_fused,
+)
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 LEADING = [(), (3,), (2, 3), (1, 3), (3, 1), (2, 1, 3), (2, 2, 2)]
@@ -65,6 +73,7 @@ def test_broadcasting(leading: tuple[int, ...], sizes: tuple[int, ...], device: 
     check(bias=of(*sizes, HEADS, m, n).requires_grad_(), sink=sink, what="bias")
     check(bias=of(*sizes, 1, 1, n).requires_grad_(), causal=True, what="bias of keys")
     check(bias=RelativeBias(of(*sizes, HEADS, m + n - 1).requires_grad_()), what="table")
+    check(bias=ShiftedBias(of(*sizes, HEADS, m, m + n + 1).requires_grad_()), what="shifted")
     check(mask=excludes(*sizes, 1, m, n), window=(3, -1), what="mask")
     check(mask=excludes(*sizes, HEADS, 1, n), sink=sink, what="mask of keys")
     check(mask=TileMask(excludes(*sizes, 1, m, n)), what="TileMask")

@@ -22,7 +22,7 @@ from inputs import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import megasoftmax
-from megasoftmax import RelativeBias, TileMask, biases, ranges
+from megasoftmax import RelativeBias, ShiftedBias, TileMask, biases, ranges
 from megasoftmax.functions.softmax import softmax_backward
 from megasoftmax.limits import kernel_limits
 
@@ -1085,6 +1085,11 @@ REFUSED = [
     (of_varlen(CU, window=(-2, 0)), ValueError, "window"),
     (of_varlen(CU, causal=1), TypeError, "causal: expected a bool, got int"),
     (of_varlen(CU, bias=TABLE), TypeError, "bias: expected None or a RelativeBias, got a tensor"),
+    (
+        of_varlen(CU, bias=ShiftedBias(TABLE)),
+        TypeError,
+        "bias: expected None or a RelativeBias with one table for all queries, got ShiftedBias",
+    ),
     (
         of_varlen(CU, CU.clone(), bias=RelativeBias(TABLE)),
         ValueError,

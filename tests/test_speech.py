@@ -24,45 +24,15 @@ from transformers import (
 )
 from transformers.models.seamless_m4t.modeling_seamless_m4t import SeamlessM4TSpeechEncoder
 
+from megasoftmax import ShiftedBias
 from megasoftmax.integrations import conformers
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.integrations.names import NAMES
 from megasoftmax.integrations.patching import patch_model
-from megasoftmax.integrations.relative_shift import recomputed, relative_shift
+from megasoftmax.integrations.relative_shift import recomputed
 
 BATCH, FRAMES, BINS, HEADS, SIZE = 3, 13, 16, 4, 8
 WIDTH = HEADS * SIZE
-
-
-# The shift
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "distances"),
-    [(5, 5, 9), (5, 3, 9), (1, 1, 1), (1, 4, 7), (2, 2, 3), (3, 7, 13), (4, 4, 12)],
-)
-def test_shift_is_a_view_of_the_scores_by_distance(queries, keys, distances):
-    scores = torch.randn(2, 3, queries, distances, dtype=torch.float64, requires_grad=True)
-    shifted = relative_shift(scores, keys)
-    rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
-    assert torch.equal(shifted, scores[:, :, rows, columns - rows + queries - 1])
-    assert shifted.data_ptr() - scores.data_ptr() == 8 * (queries - 1)
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "distances"), [(5, 5, 9), (1, 1, 1), (1, 4, 7), (3, 7, 13), (4, 4, 12)]
-)
-def test_gradients_of_the_shift(queries, keys, distances):
-    scores = torch.randn(2, queries, distances, dtype=torch.float64, requires_grad=True)
-
-    def shift(scores):
-        return relative_shift(scores, keys)
-
-    assert torch.autograd.gradcheck(shift, (scores,), check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(shift, (scores,))
-    of_each = torch.func.vmap(torch.func.grad(lambda scores: (shift(scores) ** 2).sum()))(scores)
-    (of_all,) = torch.autograd.grad((shift(scores) ** 2).sum(), scores)
-    torch.testing.assert_close(of_each, of_all)
 
 
 # Encoders of transformers
@@ -204,10 +174,11 @@ def test_encoder_trains_as_eager(name, padded, implementation, calls):
         biases = [options["bias"] for _, options in calls if options["bias"] is not None]
         assert len(biases) == 2
         for bias in biases:
-            frames = bias.shape[-1]
-            assert bias.requires_grad
+            assert isinstance(bias, ShiftedBias)
+            assert bias.table.requires_grad
+            frames, distances = bias.table.shape[-2:]
             # A row of scores has 2 * frames - 1 distances, and zeros up to a multiple of 8.
-            assert bias.stride()[-2:] == (-(-(2 * frames - 1) // 8) * 8 - 1, 1)
+            assert distances == -(-(2 * frames - 1) // 8) * 8
 
 
 @pytest.mark.parametrize("name", ["wav2vec2_conformer", "parakeet"])

@@ -1,4 +1,5 @@
-// Copies 16-bit rows to where they begin at multiples of 16 bytes.
+// Copies 16-bit rows: to where they begin at multiples of 16 bytes, and from there to the rows of a
+// shifted bias.
 
 #include "../common/launch.cuh"
 #include "attention.h"
@@ -6,7 +7,7 @@
 namespace megasoftmax {
 namespace {
 
-constexpr int kAlignThreads = 256;
+constexpr int kAlignThreads = 256, kUnshifted = kAlignThreads / 32;  // rows of a block
 
 struct AlignParams {
   const uint16_t* from;
@@ -52,6 +53,65 @@ __global__ void __launch_bounds__(kAlignThreads)
   params.to[place] = {words[0], words[1], words[2], words[3]};
 }
 
+struct UnshiftParams {
+  Strided pairs, table;
+  Divider heads, blocks;  // of a batch, of a head
+  int queries, keys;
+};
+
+// Elements `shift` to `shift` + 7 of two vectors.
+__device__ uint4 eight_of(const uint4& first, const uint4& second, int shift) {
+  const uint32_t words[8] = {first.x,  first.y,  first.z,  first.w,
+                             second.x, second.y, second.z, second.w};
+  uint32_t by_four[6], by_two[5];
+#pragma unroll
+  for (int i = 0; i < 6; ++i) by_four[i] = (shift & 4) != 0 ? words[i + 2] : words[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) by_two[i] = (shift & 2) != 0 ? by_four[i + 1] : by_four[i];
+  const auto word = [&](int i) {
+    return __funnelshift_r(by_two[i], by_two[i + 1], shift % 2 * 16);
+  };
+  return {word(0), word(1), word(2), word(3)};
+}
+
+// A row of pairs for each warp, and the zeros behind it. The first one begins `queries` - 1
+// elements behind the first element of a head, and each is one element shorter than a row of the
+// table. A lane writes vectors that memory has aligned. Those that rows share go element by
+// element.
+__global__ void __launch_bounds__(kAlignThreads)
+    attention_unshift_rows_kernel(const __grid_constant__ UnshiftParams params) {
+  int of_all, block, batch, head;
+  params.blocks.split(static_cast<int>(blockIdx.x), of_all, block);
+  params.heads.split(of_all, batch, head);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int query = block * kUnshifted + static_cast<int>(threadIdx.x) / 32;
+  if (query >= params.queries) return;
+  const bool is_first = query == 0, is_last = query == params.queries - 1;
+  const int64_t pitch = params.table.query_stride - 1;
+  uint16_t* const row =
+      params.table.row<uint16_t>(batch, head, 0) + params.queries - 1 + int64_t{query} * pitch;
+  const uint16_t* const from = params.pairs.row<const uint16_t>(batch, head, query);
+  const int length = static_cast<int>(pitch) + (is_last ? 1 : 0);
+  const int before = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / 2);
+  const int shift = (8 - before) % 8;  // of the first whole vector
+  const auto* const vectors = reinterpret_cast<const uint4*>(from);
+#pragma unroll 4
+  for (int at = 8 * lane - before; at < length; at += 8 * 32) {
+    if (at >= 0 && at + 8 <= params.keys) {
+      const uint4* const mine = vectors + at / 8;
+      __stcs(reinterpret_cast<uint4*>(row + at),
+             eight_of(__ldg(mine), __ldg(shift == 0 ? mine : mine + 1), shift));
+    } else if (at >= params.keys && at + 8 <= length) {
+      __stcs(reinterpret_cast<uint4*>(row + at), {});
+    } else {
+      for (int i = max(at, 0); i < min(at + 8, length); ++i)
+        row[i] = i < params.keys ? __ldg(from + i) : uint16_t{0};
+    }
+  }
+  if (!is_first) return;
+  for (int i = lane; i < params.queries - 1; i += 32) row[i + 1 - params.queries] = 0;
+}
+
 }  // namespace
 
 cudaError_t attention_align_rows(const Strided& rows, int64_t batches, int64_t heads,
@@ -71,6 +131,22 @@ cudaError_t attention_align_rows(const Strided& rows, int64_t batches, int64_t h
   const int64_t blocks = divide_up<int64_t>(params.count, kAlignThreads);
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   return launch(attention_align_rows_kernel, dim3(static_cast<unsigned>(blocks)),
+                dim3(kAlignThreads), 0, Together::kNot, 1, stream, params);
+}
+
+cudaError_t attention_unshift_rows(const Strided& pairs, const Strided& table, int64_t batches,
+                                   int64_t heads, int queries, int keys, cudaStream_t stream) {
+  if (batches * heads == 0) return cudaSuccess;
+  UnshiftParams params;
+  params.pairs = pairs;
+  params.table = table;
+  params.heads = Divider(heads);
+  params.blocks = Divider(divide_up(queries, kUnshifted));
+  params.queries = queries;
+  params.keys = keys;
+  const int64_t blocks = batches * heads * params.blocks.divisor;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  return launch(attention_unshift_rows_kernel, dim3(static_cast<unsigned>(blocks)),
                 dim3(kAlignThreads), 0, Together::kNot, 1, stream, params);
 }
 

@@ -17,6 +17,13 @@ cudaError_t attention_block_mask(const AttentionParams& params, int batches, int
 cudaError_t attention_align_rows(const Strided& rows, int64_t batches, int64_t heads,
                                  int64_t queries, int columns, void* aligned, cudaStream_t stream);
 
+// Writes the gradient of a shifted bias from that of its pairs, whose rows are aligned: of the
+// table [batches, heads, queries, distances], where pair (i, j) has entry j - i + queries - 1 of
+// row i. The other entries become 0. Rows of a head lie together, so that query_stride is the
+// distances.
+cudaError_t attention_unshift_rows(const Strided& pairs, const Strided& table, int64_t batches,
+                                   int64_t heads, int queries, int keys, cudaStream_t stream);
+
 // Output and statistics of queries over some keys, [batches, heads, queries, columns] and without
 // columns, and those over others. The column stride of statistics leads from one to the next.
 struct MergeParams {

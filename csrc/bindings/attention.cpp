@@ -85,6 +85,63 @@ Tensor with_fast_rows(const Tensor& bias, int64_t keys) {
   return rows;
 }
 
+// A relative bias of 4 dimensions, [batches, heads, queries, distances]: pair (i, j) has entry
+// j - i + queries - 1 of row i. So the rows of pairs begin one entry earlier each.
+struct ShiftedBias {
+  // Whether rows of a table can begin one entry earlier: its rows are dense, and not one for all.
+  static bool has_rows(const Tensor& table) { return table.stride(3) == 1 && table.stride(2) > 0; }
+
+  Tensor table;
+  int64_t queries, keys;
+
+  ShiftedBias(const Tensor& table, int64_t queries, int64_t keys)
+      : table(has_rows(table) ? table : torch::stable::contiguous(table)),
+        queries(queries),
+        keys(keys) {
+    check(table.size(2) == queries && table.size(3) >= queries + keys - 1,
+          "a relative bias of 4 dimensions must have a row of at least queries + keys - 1 entries "
+          "for each query");
+  }
+  // A view [batches, heads, queries, keys] of such a table.
+  Tensor pairs(const Tensor& table) const {
+    const std::array<int64_t, 4> sizes{table.size(0), table.size(1), queries, keys},
+        strides{table.stride(0), table.stride(1), table.stride(2) - 1, 1};
+    AtenTensorHandle handle = nullptr;
+    check_torch(aoti_torch__reinterpret_tensor(table.get(), 4, sizes.data(), strides.data(),
+                                               std::max<int64_t>(queries - 1, 0), &handle));
+    return Tensor(handle);
+  }
+  // Makes a relative bias of 4 dimensions one that is dense.
+  static std::optional<ShiftedBias> replace(std::optional<Tensor>& bias, bool& relative,
+                                            const Tensor& query, const Tensor& key) {
+    if (!bias || !relative || bias->dim() != 4) return {};
+    const ShiftedBias shifted(*bias, query.size(2), key.size(2));
+    bias = shifted.pairs(shifted.table);
+    relative = false;
+    return shifted;
+  }
+  // The gradient of the table from that of pairs, in the layout of the table if the rows of a head
+  // lie together there.
+  Tensor gradient(const Tensor& of_pairs) const {
+    Tensor result = torch::stable::empty_like(table);
+    if (!has_rows(result) || result.stride(2) != result.size(3))
+      result = new_tensor(sizes_of(table), table.scalar_type(), table);
+    const bool has_kernel = of_pairs.scalar_type() != ScalarType::Float && queries > 1 &&
+                            keys > 0 && has_aligned_rows(of_pairs);
+    if (has_kernel) {
+      check_cuda(
+          attention_unshift_rows(rows_of(of_pairs), rows_of(result), result.size(0), result.size(1),
+                                 queries, static_cast<int>(keys), current_stream(result)),
+          "attention_unshift_rows");
+      return result;
+    }
+    torch::stable::zero_(result);
+    Tensor pairs_of_result = pairs(result);
+    torch::stable::copy_(pairs_of_result, of_pairs);
+    return result;
+  }
+};
+
 // What forward and backward share; `query`, `key` and `value` are aligned.
 struct Inputs {
   Tensor query, key, value;
@@ -248,7 +305,7 @@ void set_params(AttentionParams& params, const Inputs& inputs, const std::option
   params.heads_per_bias = each(heads, 1);
   if (bias) {
     check(is_beside(*bias) && bias->dim() == (relative ? 3 : 4),
-          "bias must have 4 dimensions, a relative one 3, on the device of query");
+          "bias must have 4 dimensions, a relative one 3 or 4, on the device of query");
     check(bias->scalar_type() == type || bias->scalar_type() == ScalarType::Float,
           "bias must have the type of query or be float32");
     const int64_t bias_batches = bias->size(0), bias_heads = bias->size(1);
@@ -308,6 +365,7 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   check_capability();
   const Inputs inputs(query, key, value);
+  ShiftedBias::replace(bias, relative, query, key);
   AttentionForwardParams params;
   set_params(params, inputs, bias, mask, scale, softcap, causal, window_left, window_right, sink,
              sink_value, relative, first, end, block, dropout, seed, tf32);
@@ -401,6 +459,7 @@ auto backward(Tensor output_gradient, std::optional<Tensor> lse_gradient, Tensor
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   check_capability();
   const Inputs inputs(query, key, value);
+  const std::optional<ShiftedBias> shifted = ShiftedBias::replace(bias, relative, query, key);
   AttentionBackwardParams params;
   set_params(params, inputs, bias, mask, scale, softcap, causal, window_left, window_right, sink,
              sink_value, relative, first, end, block, dropout, seed, tf32);
@@ -463,7 +522,9 @@ auto backward(Tensor output_gradient, std::optional<Tensor> lse_gradient, Tensor
     return sizes;
   };
   const auto of_bias = [&] {
-    return is_padded ? torch::stable::narrow(bias_result, 3, 0, params.keys) : bias_result;
+    const Tensor pairs =
+        is_padded ? torch::stable::narrow(bias_result, 3, 0, params.keys) : bias_result;
+    return shifted && bias_gradient ? shifted->gradient(pairs) : pairs;
   };
   const auto returned = [&] {
     Tensor of_query = query_gradient.result(), of_key = key_gradient.result(),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import megasoftmax
-from megasoftmax import RelativeBias
+from megasoftmax import RelativeBias, ShiftedBias
 from megasoftmax.check.choices import distances_of_drawn, in_order
 from megasoftmax.check.draws import (
     BFLOAT,
@@ -286,9 +286,10 @@ def _of_logits(scale: Any) -> Any:
 class Attention(Drawn):
     """Attention, with the gradients of query, key, value and bias.
 
-    bias: its shape. relative: it is the table of a RelativeBias.
+    bias: its shape. relative: it is the table of a RelativeBias. shifted: of a ShiftedBias.
     """
 
+    shifted: bool = False
     family = "attention"
 
     @classmethod
@@ -322,7 +323,7 @@ class Attention(Drawn):
             keys = draw_size(random, min(int(pairs ** random.uniform(0.3, 1)), longest))
             queries = draw_size(random, min(pairs // keys, random.choice((3000, 3000, 2**17 + 1))))
         shape = (batch, heads, queries, keys)
-        bias, relative = _draw_bias(random, shape)
+        bias, kind = _draw_bias(random, shape)
         return cls(
             shape=shape,
             key_heads=key_heads,
@@ -334,9 +335,16 @@ class Attention(Drawn):
             value_layout=Layout.draw(random, 3),
             bias=bias,
             bias_layout=Layout.draw(random, len(bias or ())),
-            relative=relative,
+            relative=kind in ("relative", "shifted"),
+            shifted=kind == "shifted",
             **_draw_excluded(random, shape),
         )
+
+    def as_bias(self, leaf: Tensor | None) -> Any:
+        """What attention takes for a tensor that learns."""
+        if leaf is None or not self.relative:
+            return leaf
+        return ShiftedBias(leaf) if self.shifted else RelativeBias(leaf)
 
     def tensors(self, data: Data) -> Iterator[Tensor]:
         """Query, key and value."""
@@ -359,24 +367,23 @@ class Attention(Drawn):
             bias = self.bias_layout.place(data.normal(self.bias).to(self.dtype))
         given, scale = excluding(self, data), self.head_dim**-0.5
 
-        def as_bias(leaf: Tensor | None) -> Any:
-            return RelativeBias(leaf) if self.relative and leaf is not None else leaf
-
         def run(fused: bool | None, *tensors: Tensor | None) -> list[Tensor]:
             leaves = _leaves(tensors[:4])
             output = megasoftmax.attention(
-                *leaves[:3], bias=as_bias(leaves[3]), fused=fused, **given
+                *leaves[:3], bias=self.as_bias(leaves[3]), fused=fused, **given
             )
             return [output.detach(), *_gradients(output, tensors[4], leaves)]
 
         tensors = query, key, value, bias, incoming
-        unless_fused(megasoftmax.attention, fused, query, key, value, bias=as_bias(bias), **given)
+        unless_fused(
+            megasoftmax.attention, fused, query, key, value, bias=self.as_bias(bias), **given
+        )
         actual, wide = run(fused, *tensors), _in_float(tensors)
         expected = run(False, *wide)
 
         q, k, v, b, g = wide
         k, v = (each.repeat_interleave(group, 1) for each in (k, v))
-        dense = as_bias(b).dense(queries, keys) if self.relative else b
+        dense = self.as_bias(b).dense(queries, keys) if self.relative else b
         p = megasoftmax.softmax(q @ k.mT, scale=scale, bias=dense, fused=False, **given)
         p = _stored(p, self.dtype)
         sums = p @ v.abs()
@@ -395,10 +402,8 @@ class Attention(Drawn):
         names = ["output", *(f"gradient of {name}" for name in ("query", "key", "value"))]
         if b is not None:
             table = torch.zeros_like(b).requires_grad_()
-            dense = (
-                as_bias(table).dense(queries, keys) if self.relative else table.expand(self.shape)
-            )
-            allowed.append(torch.autograd.grad(dense.expand(self.shape), table, errors)[0])
+            entries = self.as_bias(table).dense(queries, keys) if self.relative else table
+            allowed.append(torch.autograd.grad(entries.expand(self.shape), table, errors)[0])
             names.append("gradient of bias")
         return _deviations(names, actual, expected, allowed, self.dtype)
 
@@ -430,18 +435,20 @@ def excluding(case: Drawn, data: Data) -> dict[str, Any]:
     }
 
 
-def _draw_bias(random: Random, shape: Shape) -> tuple[Shape | None, bool]:
-    """The shape of a bias of attention, dense or broadcast, and whether it is relative."""
-    kind = random.choices(("none", "dense", "relative"), (35, 45, 20))[0]
+def _draw_bias(random: Random, shape: Shape) -> tuple[Shape | None, str]:
+    """The shape of a bias of attention, dense or broadcast, and its kind."""
+    kind = random.choices(("none", "dense", "relative", "shifted"), (35, 40, 15, 10))[0]
     if kind == "none":
-        return None, False
+        return None, kind
     batch, heads, queries, keys = shape
     leading = random.choice((1, batch)), random.choice((1, heads))
     whole: Shape = (*leading, queries + keys - 1)
     if kind == "dense":
         whole = (*leading, random.choice((queries, queries, 1)), random.choice((keys, keys, 1)))
+    if kind == "shifted":
+        whole = (*leading, queries, queries + keys - 1 + random.choice((0, 1, 7)))
     missing = 1 if whole[0] == 1 and chance(random, 0.5) else 0
-    return whole[missing:], kind == "relative"
+    return whole[missing:], kind
 
 
 def _leaves(tensors: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from megasoftmax import arguments, autograd, checks, dispatch, host, ops, ranges
 from megasoftmax.autocast import as_autocast
 from megasoftmax.autograd.function import Implementation
-from megasoftmax.biases import RelativeBias
+from megasoftmax.biases import RelativeBias, ShiftedBias
 from megasoftmax.dispatch import Reason, Reasons
 from megasoftmax.distributed import sharding
 from megasoftmax.functions import leading
@@ -141,9 +141,9 @@ def attention(
             head i reads key head i // (heads / key_heads).
         value: [..., key_heads, keys, value_dim], of the same dtype.
         bias: added to the scaled products. Either floating, broadcastable to [..., heads, queries,
-            keys], any strides. Or a `RelativeBias`. Some kernels copy a bias whose rows are not as
-            those of query. Its gradient, in its own type, is summed in float32 over what was
-            broadcast.
+            keys], any strides. Or a `RelativeBias` or `ShiftedBias`. Some kernels copy a bias whose
+            rows are not as those of query. Its gradient, in its own type, is summed in float32 over
+            what was broadcast.
         mask: bool, True = excluded, broadcastable to [..., heads, queries, keys], any strides. Or a
             `TileMask`: one that several calls share, or of blocks.
         scale: factor of the products, finite, as in `softmax`; by default head_dim ** -0.5. Never
@@ -326,6 +326,9 @@ class AttentionCall(Call):
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Output and log-sum-exp, which is None where it is not asked for."""
         query, key, value, options = self.tensor, self.key, self.value, self.options
+        if query.is_cpu and isinstance(options.bias, ShiftedBias):
+            dense = options.bias.dense(query.shape[-2], key.shape[-2])
+            return AttentionCall(query, key, value, options._replace(bias=dense)).run()
         if query.dim() != 4:
             result, lse = AttentionCall(*leading.merged(query, key, value, options)).run()
             lse = None if lse is None else leading.unmerged(lse, query)
@@ -392,8 +395,9 @@ class AttentionCall(Call):
             first, end = int32_bounds(options.visible, keys)
         if options.sink is not None:
             sink_tensor, sink_value = sink_operands(options.sink, of_kernels)
+        rank = bias.trailing + 1 if isinstance(bias, RelativeBias) else 4
         table, first, end = (
-            with_rank(table, 4 - is_relative),
+            with_rank(table, rank),
             with_rank(first, 3),
             with_rank(end, 3),
         )

@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
 
 
 _QUERY, _BIAS, _MASK = _Kind(3), _Kind(3, shares=True), _Kind(3, repeats=True)
-_TABLE, _BOUNDS = _Kind(2, shares=True), _Kind(2)
+_BOUNDS = _Kind(2)
 
 
 def merged(
@@ -94,6 +94,10 @@ def copies(
     return tuple(found)
 
 
+def _kind_of_table(bias: RelativeBias) -> _Kind:
+    return _Kind(bias.trailing, shares=True)
+
+
 def _one_batch(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.dim() == 3 else tensor.flatten(0, -4)
 
@@ -102,7 +106,7 @@ def _merged_bias(
     bias: Tensor | RelativeBias | None, leading: Sequence[int]
 ) -> Tensor | RelativeBias | None:
     if isinstance(bias, RelativeBias):
-        return RelativeBias(_merged(bias.table, _TABLE, leading))
+        return type(bias)(_merged(bias.table, _kind_of_table(bias), leading))
     return None if bias is None else _merged(bias, _BIAS, leading)
 
 
@@ -126,7 +130,7 @@ def _operands(options: AttentionOptions) -> list[tuple[str, Tensor, _Kind]]:
     bias, mask = options.bias, options.mask
     found = []
     if isinstance(bias, RelativeBias):
-        found.append(("bias.table", bias.table, _TABLE))
+        found.append(("bias.table", bias.table, _kind_of_table(bias)))
     elif bias is not None:
         found.append(("bias", bias, _BIAS))
     if mask is not None:

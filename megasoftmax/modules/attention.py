@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megasoftmax import biases, checks
-from megasoftmax.biases import RelativeBias
+from megasoftmax.biases import RelativeBias, ShiftedBias
 from megasoftmax.dispatch import Reasons
 from megasoftmax.functions.attention import attention
 from megasoftmax.functions.why_not_fused import why_not_fused
@@ -144,7 +144,7 @@ class FusedAttention(torch.nn.Module):
                 leading dimensions; key_heads divides heads.
             bias: added to the scaled scores, see `megasoftmax.attention`; differentiable. Where
                 the module has a bias of its own the sum of the two is written: [heads, m, n]
-                values, unless this one is a RelativeBias too.
+                values, unless this one is a RelativeBias too, and no ShiftedBias.
             mask: bool, True = excluded, broadcastable to [..., heads, m, n]; or a `TileMask`.
             visible: (first, end), the range of keys that each query sees, broadcastable to
                 [..., heads, m], as in `megasoftmax.attention`.
@@ -240,6 +240,8 @@ class FusedAttention(torch.nn.Module):
         if own is None or bias is None:
             return bias if own is None else own
         check_attention_bias(bias, query, (*query.shape[:-1], keys))
+        if isinstance(bias, ShiftedBias):
+            bias = bias.dense(queries, keys)
         if isinstance(bias, RelativeBias):
             return RelativeBias(own.table + bias.table)
         return own.dense(queries, keys) + bias

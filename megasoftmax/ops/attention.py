@@ -94,9 +94,17 @@ def _packed(backward: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, T
 
 
 def _new_bias_gradient(given: BackwardArguments) -> Tensor:
-    """Of an entry for each pair, rows begin at multiples of 16 bytes, as kernels write them."""
+    """Of an entry for each pair, rows begin at multiples of 16 bytes, as kernels write them.
+
+    Of a table for each query, in its layout, if the rows of a head lie together there.
+    """
     bias, keys = given.bias, given.key.shape[2]
     assert bias is not None
+    if given.relative and bias.dim() == 4:
+        has_rows = bias.stride(3) == 1 and bias.stride(2) > 0
+        rows = torch.empty_like(bias if has_rows else bias.contiguous())
+        is_close = rows.stride(3) == 1 and rows.stride(2) == rows.shape[3]
+        return rows if is_close else bias.new_empty(bias.shape)
     if given.relative or bias.shape[2:] != (given.query.shape[2], keys):
         return bias.new_empty(bias.shape)
     return bias.new_empty((*bias.shape[:-1], -(-keys // 8) * 8))[..., :keys]

@@ -83,7 +83,8 @@ def attention_forward(
         softcap: above 0, softcap * tanh(scale * product / softcap) takes the place of the scaled
             product; 0: none.
         causal, window_left, window_right, sink, sink_value: as in `softmax_forward` of softmax.py.
-        relative: bias is [bb, h or 1, m + n - 1], and pair (i, j) takes entry j - i + m - 1.
+        relative: bias is [bb, h or 1, m + n - 1], and pair (i, j) takes entry j - i + m - 1. Or it
+            is [bb, h or 1, m, at least m + n - 1], and pair (i, j) takes that entry of row i.
         first, end: int32 [b or 1, h or 1, m or 1], or None: query i sees keys first <= j < end.
             What lies outside of [0, n] is cut.
         note: the block mask that `megasoftmax::tile_note` made of the mask, or None. Only kernels
@@ -110,6 +111,7 @@ def attention_forward(
         *(query, key, value, bias, mask, scale, softcap, causal, window_left, window_right),
         *(sink, sink_value, relative, first, end, note, block, dropout, seed, tf32),
     )
+    given = _with_pairs(given)
     compute = accumulation_dtype(query.dtype)
     in_place = may_overwrite(query, key, value, bias, sink)
 
@@ -187,6 +189,7 @@ def attention_backward(
         *(query, key, value, bias, mask, scale, softcap, causal, window_left, window_right),
         *(sink, sink_value, relative, first, end, note, block, dropout, seed, tf32),
     )
+    given = _with_pairs(given)
     compute = accumulation_dtype(query.dtype)
     in_place = may_overwrite(query, key, value, bias, sink, output, d_output, d_lse)
 
@@ -236,6 +239,8 @@ def attention_backward(
     if bias_gradient:
         assert bias is not None
         d_bias = d_bias.to(bias.dtype)
+        if given.bias is not bias:
+            d_bias = _gradient_of_rows(d_bias, bias)
     return (d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_sink)
 
 
@@ -593,6 +598,34 @@ def _bias_of_pairs(block: _Block) -> Tensor:
     cut = repeated[..., : queries * (length + 1)]
     rows = rearrange(cut, "bb bh (rows length) -> bb bh rows length", rows=queries)
     return rows[..., :keys].flip(-2)
+
+
+def _with_pairs(given: Any) -> Any:
+    """With the entries of pairs in place of a table for each query."""
+    if not given.relative or given.bias is None or given.bias.dim() == 3:
+        return given
+    pairs = shifted_rows(given.bias.flatten(2), given.query.shape[2], given.key.shape[2])
+    return given._replace(bias=pairs, relative=False)
+
+
+def shifted_rows(flat: Tensor, queries: int, keys: int) -> Tensor:
+    """Entries [..., queries, keys] of a table whose last two dimensions are one."""
+    if queries == 0:
+        return flat.view(*flat.shape[:-1], 0, keys)
+    if queries == 1:
+        return flat[..., None, :keys]
+    rows = flat[..., queries - 1 : -1]
+    return rows.view(*rows.shape[:-1], queries, rows.shape[-1] // queries)[..., :keys]
+
+
+def _gradient_of_rows(of_pairs: Tensor, table: Tensor) -> Tensor:
+    """The gradient of a table for each query from that of pairs: rows become one entry longer."""
+    queries, keys = of_pairs.shape[2:]
+    distances = table.shape[-1]
+    rows = torch.nn.functional.pad(of_pairs, (0, distances - 1 - keys)) if queries > 1 else of_pairs
+    flat = rows.flatten(2)
+    before, missing = max(queries - 1, 0), queries * distances - flat.shape[-1]
+    return torch.nn.functional.pad(flat, (before, missing - before)).view(table.shape)
 
 
 def _first_entry(queries: int, keys: int, diagonal: int) -> int:
