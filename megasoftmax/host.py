@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megasoftmax import autograd, dispatch, ops
 from megasoftmax.autograd.function import is_differentiated
-from megasoftmax.biases import RelativeBias
+from megasoftmax.biases import RelativeBias, ShiftedBias
 from megasoftmax.build import library
 from megasoftmax.build.extension import BuildError
 from megasoftmax.ops.registration import NAMESPACE
@@ -87,7 +87,7 @@ def _load() -> None:
 
 def bind(module: Any) -> None:
     """Gives the module what it needs of this package, the ops that it calls first of all."""
-    module.bind(NAMESPACE, _backward, RelativeBias, *dispatch.SCALES)
+    module.bind(NAMESPACE, _backward, RelativeBias, ShiftedBias, *dispatch.SCALES)
 
 
 def _backward(name: str, *args: Any) -> Any:

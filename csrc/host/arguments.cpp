@@ -60,15 +60,16 @@ Admission admission_of(at::Device device) {
 }
 
 void set_package(Package package) {
-  Py_XINCREF(package.relative_bias);
-  Py_XDECREF(bound.relative_bias);
+  for (PyObject* each : {package.relative_bias, package.shifted_bias}) Py_XINCREF(each);
+  for (PyObject* each : {bound.relative_bias, bound.shifted_bias}) Py_XDECREF(each);
   bound = package;
 }
 
 const Package& package() { return bound; }
 
-bool is_relative(PyObject* bias) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(bias)) == bound.relative_bias;
+int64_t trailing_of_table(PyObject* bias) {
+  const auto* const kind = reinterpret_cast<PyObject*>(Py_TYPE(bias));
+  return kind == bound.relative_bias ? 2 : kind == bound.shifted_bias ? 3 : 0;
 }
 
 bool is_transformed() {

@@ -54,7 +54,7 @@ struct Sink {
 
 // What Python says of calls, once.
 struct Package {
-  PyObject* relative_bias = nullptr;  // the class
+  PyObject *relative_bias = nullptr, *shifted_bias = nullptr;  // the classes
   // Magnitudes of the scales that kernels take.
   double tiniest_scale = 0, largest_scale = 0;
 };
@@ -62,8 +62,8 @@ struct Package {
 void set_package(Package package);
 const Package& package();
 
-// Whether an object is a RelativeBias.
-bool is_relative(PyObject* bias);
+// The dimensions from the heads on of the table of a RelativeBias or ShiftedBias. 0: it is neither.
+int64_t trailing_of_table(PyObject* bias);
 
 class Reader {
  public:
@@ -78,7 +78,7 @@ class Reader {
   std::optional<Tensor> floating(PyObject* object);
   // Bool, which broadcasts to `target`. If it `may_repeat`, its first dimension need only divide.
   std::optional<Tensor> mask(PyObject* object, at::IntArrayRef target, bool may_repeat = false);
-  // The table of a RelativeBias.
+  // The table of a RelativeBias or ShiftedBias.
   std::optional<Tensor> table(PyObject* relative_bias);
   // A bias of rows: it broadcasts to the scores.
   std::optional<Tensor> bias_of_rows(PyObject* object, const Tensor& scores);

@@ -203,6 +203,7 @@ struct AttentionCall {
   AttentionOptions options;
   bool return_lse;
   c10::SmallVector<int64_t, 4> leading;  // sizes before the heads, which are merged in the tensors
+  int64_t bias_rank;                     // that the op takes
 };
 
 // `repeats_mask`: the batches of a mask may be fewer than those of the query, see AttentionParams.
@@ -249,7 +250,8 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
 
   AttentionOptions options;
   options.is_transposed = is_transposed;
-  options.is_relative = is_relative(bias_);
+  const int64_t trailing = trailing_of_table(bias_);
+  options.is_relative = trailing != 0;
   std::optional<Tensor> bias = options.is_relative ? reader.table(bias_) : reader.floating(bias_);
   options.mask = reader.mask(mask_, target, repeats_mask && has_one_batch);
   options.scale = scale_ == Py_None ? std::pow(query.size(3), -0.5) : reader.number(scale_);
@@ -264,11 +266,15 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
   const bool return_lse = reader.flag(return_lse_);
   reader.may_be_fused(fused_);
   if (bias) {
-    c10::SmallVector<int64_t, 8> table(shape.begin(), shape.end() - 1);
-    table.back() += shape.back() - 1;
-    const at::IntArrayRef entries = options.is_relative ? at::IntArrayRef(table) : target;
-    reader.decline_unless(bias->dim() > 0 && broadcasts(bias->sizes(), entries) &&
-                          (!options.is_relative || bias->sizes().back() == entries.back()));
+    const int64_t dim = bias->dim(), distances = query.size(2) + key->size(2) - 1;
+    reader.decline_unless(dim > 0 && dim >= trailing - 1);
+    if (reader.has_declined()) return {};
+    c10::SmallVector<int64_t, 8> entries(shape);
+    if (trailing == 2) entries.pop_back();
+    if (trailing != 0) entries.back() = bias->size(-1);
+    reader.decline_unless(
+        broadcasts(bias->sizes(), entries) && (trailing != 2 || bias->size(-1) == distances) &&
+        (trailing != 3 || (bias->size(-1) >= distances && bias->size(-2) == query.size(2))));
   }
   if (options.seed)
     reader.decline_unless(options.seed->scalar_type() == at::kLong && options.seed->numel() == 1);
@@ -282,13 +288,13 @@ std::optional<AttentionCall> read(PyObject* const* arguments, bool is_transposed
       tensor = merged(*tensor, leading, trailing, sharing);
       reader.decline_unless(tensor.has_value());
     };
-    merge(bias, options.is_relative ? 2 : 3, Sharing::kShared);
+    merge(bias, options.is_relative ? trailing : 3, Sharing::kShared);
     merge(options.mask, 3, Sharing::kRepeated);
     merge(options.visible.first, 2, Sharing::kNone), merge(options.visible.end, 2, Sharing::kNone);
     if (reader.has_declined()) return {};
   }
-  return AttentionCall{packed,      query,   *key,       *value, bias,
-                       sink.tensor, options, return_lse, leading};
+  return AttentionCall{packed,      query,   *key,       *value,  bias,
+                       sink.tensor, options, return_lse, leading, trailing == 2 ? 3 : 4};
 }
 
 PyObject* attend(PyObject* const* arguments, bool is_transposed, bool repeats_mask = false) {
@@ -297,9 +303,8 @@ PyObject* attend(PyObject* const* arguments, bool is_transposed, bool repeats_ma
   Tensor output, lse;
   {
     const pybind11::gil_scoped_release no_gil;
-    auto& [packed, query, key, value, bias, sink, options, return_lse, leading] = *call;
-    if (bias)
-      bias = with_rank(cast_for_kernel(*bias, query.scalar_type()), options.is_relative ? 3 : 4);
+    auto& [packed, query, key, value, bias, sink, options, return_lse, leading, bias_rank] = *call;
+    if (bias) bias = with_rank(cast_for_kernel(*bias, query.scalar_type()), bias_rank);
     if (options.mask) options.mask = with_rank(*options.mask, 4);
     for (std::optional<Tensor>* bound : {&options.visible.first, &options.visible.end})
       if (*bound) *bound = with_rank(**bound, 3);

@@ -19,13 +19,14 @@ PyObject* checked(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   END_HANDLE_TH_ERRORS
 }
 
-// bind(name space, backward, RelativeBias, tiniest scale, largest scale): see operators.h and
-// Package.
+// bind(name space, backward, RelativeBias, ShiftedBias, tiniest scale, largest scale): see
+// operators.h and Package.
 PyObject* bind_to_package(PyObject* const* arguments) {
   const char* const name_space = PyUnicode_AsUTF8(arguments[0]);
   if (name_space == nullptr) return nullptr;
   bind(name_space, arguments[1]);
-  set_package({arguments[2], PyFloat_AsDouble(arguments[3]), PyFloat_AsDouble(arguments[4])});
+  set_package(
+      {arguments[2], arguments[3], PyFloat_AsDouble(arguments[4]), PyFloat_AsDouble(arguments[5])});
   Py_RETURN_NONE;
 }
 
@@ -45,7 +46,7 @@ constexpr PyMethodDef method(const char* name) {
 }
 
 PyMethodDef methods[] = {
-    method<bind_to_package, 5>("bind"),
+    method<bind_to_package, 6>("bind"),
     method<admit_device, 3>("admit"),
     method<softmax, kSoftmaxArguments>("softmax"),
     method<softmax_of_module, kModuleArguments>("softmax_of_module"),

@@ -326,7 +326,7 @@ class AttentionCall(Call):
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Output and log-sum-exp, which is None where it is not asked for."""
         query, key, value, options = self.tensor, self.key, self.value, self.options
-        if query.is_cpu and isinstance(options.bias, ShiftedBias):
+        if isinstance(options.bias, ShiftedBias) and query.is_cpu and not self.runs_fused():
             dense = options.bias.dense(query.shape[-2], key.shape[-2])
             return AttentionCall(query, key, value, options._replace(bias=dense)).run()
         if query.dim() != 4:
