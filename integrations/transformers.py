@@ -432,14 +432,12 @@ def _read(
     queries = query.size(-2)  # reading a shape takes longer
     causal, window, visible = False, None, None
     excluded: Any = None
-    if isinstance(position_bias, ShiftedBias) and not _keeps_all_pairs(attention_mask, query, key):
-        position_bias = position_bias.dense(queries, key.size(-2))
     bias = None if position_bias is None else _with_dense_rows(position_bias)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and 1 < queries < key.size(-2):  # filling a static cache: its end is unused
+            bias = None if bias is None else _of_pairs(bias, query, key)[..., :queries]
             key, value = key[..., :queries, :], value[..., :queries, :]
-            bias = None if bias is None else bias[..., :queries]
     elif isinstance(attention_mask, PaddingMask):
         excluded, causal, made_for, window, visible = attention_mask
         if made_for != key.size(-2) and not attention_mask.is_open:
@@ -450,8 +448,8 @@ def _read(
             # Before transformers 5.18 the cache of a window also returns the keys that it keeps
             # for taking drafted tokens back. The last key of the mask is that of the last query,
             # so the mask is for the newest keys.
+            bias = None if bias is None else _of_pairs(bias, query, key)[..., -made_for:]
             key, value = key[..., -made_for:, :], value[..., -made_for:, :]
-            bias = None if bias is None else bias[..., -made_for:]
     elif attention_mask.ndim != 4 or attention_mask.size(-1) not in (1, key.size(-2)):
         raise ValueError(
             f"attention_mask: expected 4 dimensions, the last 1 or {key.size(-2)}, got shape "
@@ -460,7 +458,7 @@ def _read(
     elif attention_mask.dtype == torch.bool:
         excluded = with_tiles(attention_mask, torch.logical_not)
     else:
-        bias = attention_mask if bias is None else bias + attention_mask
+        bias = attention_mask if bias is None else _of_pairs(bias, query, key) + attention_mask
 
     if sliding_window is not None and attention_mask is None:
         window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
@@ -488,13 +486,8 @@ def _reorders_and_upcasts(module: torch.nn.Module) -> bool:
     return vars(module).get("reorder_and_upcast_attn", False)  # getattr is slow
 
 
-def _keeps_all_pairs(attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether a bias is taken as it is: no keys are left out, and no mask is added to it."""
-    if attention_mask is None:
-        return query.size(-2) == key.size(-2)
-    if isinstance(attention_mask, PaddingMask):
-        return attention_mask.keys == key.size(-2)
-    return isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
+def _of_pairs(bias: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
+    return bias.dense(query.size(-2), key.size(-2)) if isinstance(bias, ShiftedBias) else bias
 
 
 def _with_dense_rows(bias: Any) -> Any:

@@ -217,6 +217,26 @@ def test_biases_are_made_again_in_the_backward_pass(name, calls, monkeypatch):
             torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5 * largest)
 
 
+@pytest.mark.parametrize("masking", ["none", "float", "bool", "more keys, causal"])
+@pytest.mark.parametrize("output_attentions", [False, True])
+def test_shifted_scores_beside_masks(masking, output_attentions):
+    """Where keys are left out, or a mask is added, as where neither is."""
+    keys = 7 if "more keys" in masking else 5
+    layer = torch.nn.Module().eval()
+    layer.is_causal = "causal" in masking
+    query, key = torch.randn(2, 3, 5, 8), torch.randn(2, 3, keys, 8)
+    table = torch.randn(2, 3, 5, keys + 6)
+    keep = torch.rand(2, 1, 5, keys) < 0.7
+    mask = {"float": torch.where(keep, 0.0, -9.0), "bool": keep}.get(masking)
+    found, expected = (
+        integration.attention_forward(
+            layer, query, key, key, mask, position_bias=bias, output_attentions=output_attentions
+        )
+        for bias in (ShiftedBias(table), ShiftedBias(table).dense(5, keys))
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_what_is_recomputed_is_not_kept():
     factor = torch.randn(3, 4, requires_grad=True)
     made = factor * 3
