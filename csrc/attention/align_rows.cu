@@ -7,7 +7,7 @@
 namespace megasoftmax {
 namespace {
 
-constexpr int kAlignThreads = 256, kUnshifted = kAlignThreads / 32;  // rows of a block
+constexpr int kAlignThreads = 256, kRowsOfBlock = kAlignThreads / 32;  // a warp for each
 
 struct AlignParams {
   const uint16_t* from;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kAlignThreads)
   params.blocks.split(static_cast<int>(blockIdx.x), of_all, block);
   params.heads.split(of_all, batch, head);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int query = block * kUnshifted + static_cast<int>(threadIdx.x) / 32;
+  const int query = block * kRowsOfBlock + static_cast<int>(threadIdx.x) / 32;
   if (query >= params.queries) return;
   const bool is_first = query == 0, is_last = query == params.queries - 1;
   const int64_t pitch = params.table.query_stride - 1;
@@ -141,7 +141,7 @@ cudaError_t attention_unshift_rows(const Strided& pairs, const Strided& table, i
   params.pairs = pairs;
   params.table = table;
   params.heads = Divider(heads);
-  params.blocks = Divider(divide_up(queries, kUnshifted));
+  params.blocks = Divider(divide_up(queries, kRowsOfBlock));
   params.queries = queries;
   params.keys = keys;
   const int64_t blocks = batches * heads * params.blocks.divisor;
