@@ -58,6 +58,7 @@ CASES = [
     Case("t5-1024", 8, 16, 1024, 64),
     Case("t5-512", 32, 12, 512, 64, True),
     *(Case(f"conformer-{n}", 16, 8, n, 64, kind="own") for n in (375, 376, 750, 752, 1500, 1504)),
+    *(Case(f"conformer-{n}-d128", 16, 8, n, 128, kind="own") for n in (750, 752)),
     Case("shift-750", 16, 8, 750, 64, kind="shift"),
     Case("alibi-key-4096", 4, 16, 4096, 64, kind="keys"),
 ]

@@ -1940,9 +1940,10 @@ def _biases_anywhere(
     [
         *(((390, 381), dim) for dim in (32, 48, 64, 80, 128, 192, 256)),
         *(((200, keys), 64) for keys in (1, 63, 65, 127, 129, 375, 750, 1500)),
-        *(((queries, 257), 64) for queries in (17, 71, 513)),
+        *(((queries, 257), dim) for queries in (17, 71, 513) for dim in (64, 128)),
         ((50, 260), 64),
         ((130, 130), 96),
+        ((200, 1500), 128),
     ],
 )
 def test_rows_of_a_bias_begin_anywhere(lengths: tuple[int, int], dim: int, masking: str) -> None:

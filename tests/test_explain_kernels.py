@@ -287,7 +287,9 @@ def test_relative_biases_run_on_hopper(head_dim: int) -> None:
         ({"batches": 2}, False),
         ({"batches": 2, "heads": 12}, True),  # the storage ends within 16 bytes
         ({"batches": 2, "masked": True}, False),
-        ({"batches": 2, "head_dim": 128}, True),
+        ({"batches": 2, "head_dim": 128}, False),
+        ({"batches": 2, "head_dim": 136}, True),
+        ({"batches": 2, "head_dim": 128, "backward": True}, False),
         ({"batches": 2, "backward": True}, False),
         ({"batches": 2, "backward": True, "masked": True}, True),
         ({"batches": 2, "backward": True, "bias_gradient": True}, True),

@@ -51,7 +51,7 @@ void check(int heads, int queries, int keys, int64_t pitch, int64_t head_stride,
       for (int key = 0; key < keys; key += kKeys) {
         const int64_t first = head * head_stride + key, column = anywhere.column(first);
         const int eight = query / 8, last = std::min(eight + kRows / 8, divide_up(queries, 8));
-        const bool fits = anywhere.fits(rows, column, last, kRowBytes);
+        const bool fits = last * anywhere.step(rows, 3) <= anywhere.room(rows, column, kRowBytes);
         ++boxes;
         single += !fits;
         for (int row = 0; row < kRows; ++row) {

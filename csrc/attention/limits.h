@@ -72,10 +72,10 @@ constexpr bool has_softcap_kernels(int head_dim, int value_dim) {
   return head_dim == value_dim && (head_dim == 64 || head_dim == 128 || head_dim == 256);
 }
 
-// Kernels for a bias whose rows begin anywhere. Up to this head dimension shared memory has room
-// for wider rows of it. If more than kMostSharersOfRows batches and heads share an entry, a copy to
-// aligned rows takes less time. Rows lie at least kFewestOfPitch entries apart.
-inline constexpr int kMostHeadDimOfRows = 64, kMostSharersOfRows = 4, kFewestOfPitch = 16;
+// Kernels for a bias whose rows begin anywhere, up to this head dimension. If more than
+// kMostSharersOfRows batches and heads share an entry, a copy to aligned rows takes less time. Rows
+// lie at least kFewestOfPitch entries apart.
+inline constexpr int kMostHeadDimOfRows = 128, kMostSharersOfRows = 4, kFewestOfPitch = 16;
 
 // A block of Hopper's forward: warpgroups of 64 queries each, and one more that only copies. Both
 // have their number of registers a thread.
@@ -89,6 +89,13 @@ struct AttentionHopperTile {
 
   constexpr bool takes_softcap() const { return has_softcap_kernels(head_dim, value_dim); }
   constexpr bool takes_rows_anywhere() const { return head_dim <= kMostHeadDimOfRows; }
+  // Their rows are wider in shared memory. Above a head dimension of 64 it has no room beside two
+  // tiles of queries.
+  constexpr AttentionHopperTile with_rows_anywhere() const {
+    AttentionHopperTile tile = *this;
+    if (head_dim > 64) tile.query_stages = 1;
+    return tile;
+  }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
 };
@@ -164,8 +171,8 @@ struct AttentionHopperBackwardTile {
   // Warps of the copying warpgroup bring rows that begin anywhere to their tile, and need more.
   constexpr AttentionHopperBackwardTile with_rows_anywhere() const {
     AttentionHopperBackwardTile tile = *this;
-    tile.copier_registers = 56;
-    tile.registers = 224;
+    tile.copier_registers = head_dim > 64 ? 40 : 56;
+    tile.registers = head_dim > 64 ? 232 : 224;
     return tile;
   }
 };

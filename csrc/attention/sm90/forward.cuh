@@ -157,7 +157,6 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // tile is released after the vote of the warp on the largest logits: all lanes have read theirs
     // by then, and it takes no registers.
     constexpr bool kLoadsBiasAhead = kHasTile && Memory::kBiasStages == 1;
-    static_assert(!(Memory::kIsRows && kLoadsBiasAhead));
     [[maybe_unused]] Pack<T> bias[2][kN / 4];
     const auto wait_for_bias = [&](const Tiles& tiles) {
       const int stage = tiles.step % Memory::kBiasStages;
@@ -178,14 +177,42 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
                      2 * (anywhere.shift(offset, mine.row) + mine.column);
       are_even = ((anywhere.first + offset) | params.bias.query_stride) % 2 == 0;
     }
-    const auto load_bias = [&](int stage, int half) {
-      using Panel = Tile<T, 64, 64>;
-      const uint32_t first =
-          memory.bias(stage, warpgroup) + Panel::offset(16 * warp_in_group + lane % 8, lane / 8);
+    // Loads words of a row that begins anywhere, 8 columns apart. Entries of an odd shift lie in
+    // two words.
+    const auto load_words = [&]<bool kMayBeOdd, int kCount>(int stage, int half, int first,
+                                                            uint32_t (&words)[kCount]) {
+      const bool is_query = warp_query + mine.row + 8 * half < params.queries;
+      const uint32_t place =
+          memory.bias(stage, warpgroup) + place_of_row + 8 * half * Memory::kBiasRowBytes;
+      const uint32_t from = is_query ? place & ~3u : memory.zeros() + 2 * mine.column;
+      uint32_t next[kCount];
 #pragma unroll
-      for (int n = 0; n < kN; n += 4)
-        load_matrices(bias[half][n / 4].words, (first ^ n % 8 * 16) + half * 8 * Panel::kRowBytes +
-                                                   n / 8 * Memory::kBiasPanelBytes);
+      for (int i = 0; i < kCount; ++i) {
+        words[i] = load_word(from + 16 * (first + i));
+        if constexpr (kMayBeOdd) next[i] = load_word(from + 16 * (first + i) + 4);
+      }
+#pragma unroll
+      for (int i = 0; kMayBeOdd && i < kCount; ++i)
+        words[i] = __funnelshift_r(words[i], next[i], place % 4 * 8);
+    };
+    const auto load_bias = [&](int stage, int half) {
+      if constexpr (Memory::kIsRows) {
+        const auto load = [&]<bool kMayBeOdd>() {
+#pragma unroll
+          for (int n = 0; n < kN; n += 4)
+            load_words.template operator()<kMayBeOdd>(stage, half, n, bias[half][n / 4].words);
+        };
+        are_even ? load.template operator()<false>() : load.template operator()<true>();
+      } else {
+        using Panel = Tile<T, 64, 64>;
+        const uint32_t first =
+            memory.bias(stage, warpgroup) + Panel::offset(16 * warp_in_group + lane % 8, lane / 8);
+#pragma unroll
+        for (int n = 0; n < kN; n += 4)
+          load_matrices(
+              bias[half][n / 4].words,
+              (first ^ n % 8 * 16) + half * 8 * Panel::kRowBytes + n / 8 * Memory::kBiasPanelBytes);
+      }
     };
     const auto load_bias_ahead = [&](const Tiles& tiles) {
       const int stage = wait_for_bias(tiles);
@@ -194,7 +221,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       for (int half = 0; half < 2; ++half) {
         load_bias(stage, half);
 #pragma unroll
-        for (int i = 0; i < kN / 4; ++i) words |= bias[half][i].words[0];
+        for (int i = 0; i < kN; i += Memory::kIsRows ? 1 : 4)
+          words |= bias[half][i / 4].words[i % 4];
       }
       wait_for_loads(words);
       release(memory.bias_is_used(stage, warpgroup));
@@ -212,33 +240,19 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         }
       }
     };
-    // As add_bias_of, of rows that begin anywhere. Entries of an odd shift lie in two words.
+    // As add_bias_of, of rows that begin anywhere. Registers have room for 8 words beside scores,
+    // sums and weights.
     const auto add_rows_anywhere = [&](int stage, int half) {
-      const bool is_query = warp_query + mine.row + 8 * half < params.queries;
-      const uint32_t place =
-          memory.bias(stage, warpgroup) + place_of_row + 8 * half * Memory::kBiasRowBytes;
-      const uint32_t from = is_query ? place & ~3u : memory.zeros() + 2 * mine.column;
-      // Registers have room for 8 words beside scores, sums and weights.
-      const auto add = [&]<bool kIsOdd>() {
-        constexpr int kAtATime = kIsOdd ? 4 : 8;
+      const auto add = [&]<bool kMayBeOdd>() {
+        constexpr int kAtATime = kMayBeOdd ? 4 : 8;
 #pragma unroll
         for (int first = 0; first < kN; first += kAtATime) {
           Pack<T, 2 * kAtATime> pack;
-          uint32_t next[kAtATime];
+          load_words.template operator()<kMayBeOdd>(stage, half, first, pack.words);
 #pragma unroll
-          for (int i = 0; i < kAtATime; ++i) {
-            pack.words[i] = load_word(from + 16 * (first + i));
-            if constexpr (kIsOdd) next[i] = load_word(from + 16 * (first + i) + 4);
-          }
-#pragma unroll
-          for (int i = 0; i < kAtATime; ++i) {
-            if constexpr (kIsOdd)
-              pack.words[i] = __funnelshift_r(pack.words[i], next[i], place % 4 * 8);
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              float& score = scores[0][first + i][2 * half + j];
-              score = fmaf(score, params.logit_scale, pack[2 * i + j]);
-            }
+          for (int i = 0; i < 2 * kAtATime; ++i) {
+            float& score = scores[0][first + i / 2][2 * half + i % 2];
+            score = fmaf(score, params.logit_scale, pack[i]);
           }
         }
       };
@@ -260,7 +274,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         add_bias(scores, params.logit_scale,
                  DiagonalBias(Memory::diagonals(shared_memory, stage),
                               64 * warpgroup + 16 * warp_in_group));
-      } else if constexpr (Memory::kIsRows) {
+      } else if constexpr (Memory::kIsRows && !kLoadsBiasAhead) {
         const int stage = wait_for_bias(tiles);
         add_rows_anywhere(stage, 0);
         add_rows_anywhere(stage, 1);

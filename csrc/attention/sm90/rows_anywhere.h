@@ -58,13 +58,12 @@ struct RowsAnywhere {
   __host__ __device__ int64_t step(const Strided& rows, int i) const {
     return 2 * ((rows.query_stride << i) - (i < 3 ? left[i] : 0));
   }
-  // Whether a box that begins with this column lies in the map, and reads nothing behind the
-  // storage up to row 8 * end.
-  __host__ __device__ bool fits(const Strided& rows, int64_t column, int64_t end,
-                                int row_bytes) const {
-    return column >= 0 && begin(rows) + 2 * column + (end - 1) * step(rows, 3) + step(rows, 0) +
-                                  step(rows, 1) + step(rows, 2) + row_bytes <=
-                              rows.last_whole_row;
+  // A box that begins with this column lies in the map, and reads nothing behind the storage up to
+  // row 8 * end, if end * step(rows, 3) is at most this.
+  __host__ __device__ int64_t room(const Strided& rows, int64_t column, int row_bytes) const {
+    if (column < 0) return 0;
+    return static_cast<int64_t>(rows.last_whole_row - begin(rows)) - 2 * column + step(rows, 3) -
+           step(rows, 0) - step(rows, 1) - step(rows, 2) - row_bytes;
   }
   // The shift of row j of eight in this box.
   __host__ __device__ int shift(int64_t offset, int j) const {

@@ -123,26 +123,39 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
     return;
   }
   if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
+  // Pieces of rows that begin anywhere are copied a step before queries: warps take time to bring
+  // them to their tile.
+  [[maybe_unused]] auto tiles_of_pieces = tiles;
+  [[maybe_unused]] int pieces = 0;
+  const auto copy_pieces = [&] {
+    if (!tiles_of_pieces.are_left()) return;
+    int bias_batch, bias_head;
+    params.entry_of_bias(batch, tiles_of_pieces.head, bias_batch, bias_head);
+    const CopyOfRowsAnywhere<Memory::kPieceRows, kKeys> copy(params, bias_batch, bias_head,
+                                                             first_key);
+#pragma unroll 1
+    for (int piece = 0; piece < Memory::kPieces; ++piece, ++pieces) {
+      const int slot = pieces % Memory::kSlots;
+      memory.sent_is_used(slot).wait((pieces / Memory::kSlots & 1) ^ 1);
+      __syncwarp();  // all lanes have waited
+      copy.start(params, maps.bias, memory.piece(slot), memory.sent_is_there(slot),
+                 tiles_of_pieces.query + piece * Memory::kPieceRows);
+    }
+    tiles_of_pieces.advance(params, batch, first_key);
+  };
+  if constexpr (Memory::kIsRows) copy_pieces();
   int step = 0;
   for (; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
     const int head = tiles.head, query = tiles.query;
     start_copy_of_tile(head, query, step);
     if constexpr (kHasTile) {
       const int buffer = step % 2;
-      int bias_batch, bias_head;
-      params.entry_of_bias(batch, head, bias_batch, bias_head);
       if constexpr (Memory::kIsRows) {
-#pragma unroll 1
-        for (int piece = 0; piece < Memory::kPieces; ++piece) {
-          const int number = step * Memory::kPieces + piece, slot = number % Memory::kSlots;
-          memory.sent_is_used(slot).wait((number / Memory::kSlots & 1) ^ 1);
-          __syncwarp();  // all lanes have waited
-          copy_rows_anywhere<Memory::kPieceRows, kKeys>(
-              params, maps.bias, memory.piece(slot), memory.sent_is_there(slot), bias_batch,
-              bias_head, query + piece * Memory::kPieceRows, first_key);
-        }
+        copy_pieces();
         continue;
       }
+      int bias_batch, bias_head;
+      params.entry_of_bias(batch, head, bias_batch, bias_head);
       memory.scores_are_used(buffer).wait((step / 2 & 1) ^ 1);
       if (!is_first) continue;
       const Barrier there = memory.bias_is_there(buffer);

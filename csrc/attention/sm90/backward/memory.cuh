@@ -93,8 +93,6 @@ struct HopperBackwardMemory {
   static constexpr int kDiagonalsAt = kRangesAt + kStages * kRangesBytes;
   static constexpr int kDiagonalSumsAt = kDiagonalsAt + kStages * Diagonals::kBytes;
   static constexpr int kSentAt = kMaskedAt;
-  static constexpr int kSentBytes = kScoreBytes / kMaxBiasCluster * (kMaxBiasCluster - 1);
-  static_assert(kSentBytes >= kDiagonalsAt - kMaskedAt && kQueryPanels <= 2);
   static_assert(kQueries % (8 * kMaxBiasCluster) == 0);  // swizzled alike
   // HopperBias::kRows has no clusters, and no mask in shared memory. Rows of the bias come in
   // pieces to this place, a ring, and warps bring them to their tile. A slot of the ring belongs to
@@ -102,15 +100,17 @@ struct HopperBackwardMemory {
   // before is on its way. It would not wait: the parity of its phase is that of the last complete
   // phase.
   static constexpr int kPlacingWarps = 3;
-  static constexpr int kPieceRows = kQueries / 8, kPieces = 8;
+  static constexpr int kPieceRows = 16, kPieces = kQueries / kPieceRows;
   static constexpr int kPieceBytes = kPieceRows * RowsAnywhere::row_bytes(kKeys);
   static constexpr int kSlots = 2 * kPlacingWarps;
-  static_assert(!kIsRows || (kSlots * kPieceBytes <= kSentBytes && kPieceBytes % 128 == 0));
-  static_assert(kSlots % kPlacingWarps == 0);
+  static constexpr int kSentBytes =
+      kIsRows ? kSlots * kPieceBytes : kScoreBytes / kMaxBiasCluster * (kMaxBiasCluster - 1);
+  static_assert(kSentBytes >= kDiagonalsAt - kMaskedAt && kQueryPanels <= 2);
+  static_assert(kPieceBytes % 128 == 0 && kSlots % kPlacingWarps == 0);
   // Blocks send each other parts: 64 keys of half of the rows that a block sums. The part of the
   // next step is sent as soon as all have summed this one, while they sum the others.
   static constexpr int kSentParts = kIsRows ? kSlots : is_dense(kBias) ? 2 * kScorePanels : 0;
-  static_assert(kSentAt % 128 == 0 && kPieceRows % 8 == 0);
+  static_assert(kSentAt % 128 == 0);
   // In a tile of 64 queries the bits would be ready after the products, so each warp makes the bits
   // of its own weights.
   static constexpr bool kExchangesBits = kQueries == KeptBits::kQueries;

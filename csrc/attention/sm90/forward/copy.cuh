@@ -70,15 +70,21 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
       params.entry_of_bias(queries.batch, queries.head, bias_batch, bias_head);
     const auto fill_bias = [&](uint32_t step, int key) {
       const int stage = step % Memory::kBiasStages;
-      for (int i = 0; i < kWarpgroups; ++i) {
+      const auto wait = [&](int i) {
         memory.bias_is_used(stage, i).wait((step / Memory::kBiasStages & 1) ^ 1);
-        const Barrier there = memory.bias_is_there(stage, i);
-        if constexpr (Memory::kIsRows) {
+        return memory.bias_is_there(stage, i);
+      };
+      if constexpr (Memory::kIsRows) {
+        const CopyOfRowsAnywhere<64, kKeys> copy(params, bias_batch, bias_head, key);
+        for (int i = 0; i < kWarpgroups; ++i) {
+          const Barrier there = wait(i);
           __syncwarp();  // all lanes have waited
-          copy_rows_anywhere<64, kKeys>(params, maps.bias, memory.bias(stage, i), there, bias_batch,
-                                        bias_head, queries.query_of(params, i), key);
-          continue;
+          copy.start(params, maps.bias, memory.bias(stage, i), there, queries.query_of(params, i));
         }
+        return;
+      }
+      for (int i = 0; i < kWarpgroups; ++i) {
+        const Barrier there = wait(i);
         if (!is_first) continue;
         there.arrive_and_expect(Memory::kBiasBytes);
         for (int panel = 0; panel < kKeys / 64; ++panel)

@@ -96,7 +96,9 @@ static_assert(kNoKey > kMaxPositions);
 
 template <HopperBias kBias, int kIndex>
 struct HopperMemory {
-  static constexpr AttentionHopperTile kTile = kAttentionHopperTiles[kIndex];
+  static constexpr AttentionHopperTile kTile =
+      kBias == HopperBias::kRows ? kAttentionHopperTiles[kIndex].with_rows_anywhere()
+                                 : kAttentionHopperTiles[kIndex];
   static constexpr int kDim = kTile.head_dim, kValueDim = kTile.value_dim, kKeys = kTile.keys;
   static constexpr int kPanels = divide_up(kDim, 64), kValuePanels = divide_up(kValueDim, 64);
   static constexpr int kWarpgroups = kTile.warpgroups, kQueries = kTile.queries();
