@@ -1,6 +1,7 @@
 #pragma once
 // What a launch of attention needs, as plain structs.
 
+#include <cmath>
 #include <cstdint>
 
 #include "../common/integers.h"
@@ -154,21 +155,31 @@ struct AttentionForwardParams : AttentionParams {
   }
 };
 
-// What a backward needs of a row of scores.
+// What a backward needs of a row of scores. Weights are 2^(log2(e) * (logit - max) - log2_sum).
+// delta: dS = P (dP - delta), rowsum(dO O) - dLSE. Beside pairs of rows max is 0 where log2_sum is
+// an offset of them, which is not NaN.
 struct alignas(16) RowOfBackward {
-  float max;         // of logits
-  float log2_sum;    // weights are 2^(log2(e) * (logit - max) - log2_sum)
-  float delta;       // dS = P (dP - delta): rowsum(dO O) - dLSE
-  float next_delta;  // of the next query of the head
+  float max;       // of logits
+  float log2_sum;  // infinite for a row without a visible key
+  float delta;
+
+  // One multiply-add makes a weight from a logit.
+  __device__ bool is_plain() const { return max == 0.f && fabsf(delta) < INFINITY; }
 };
 
 // What a backward needs of two neighbouring rows. Weights are 2^(log2(e) * logit - offset). An
 // offset is infinite for a row without a visible key, and NaN where it exceeds kMostOffset: its
-// rounding would show, and RowOfBackward must be used.
+// rounding would show, and RowOfBackward must be used. Kernels for capped scores take any offset.
 struct alignas(16) PairOfRows {
   float offsets[2], deltas[2];
+
+  __device__ bool is_plain() const {
+    return offsets[0] == offsets[0] && offsets[1] == offsets[1] && fabsf(deltas[0]) < INFINITY &&
+           fabsf(deltas[1]) < INFINITY;
+  }
 };
-inline constexpr float kMostOffset = 256;
+// Its rounding is at most 1.7e-4 of a weight, a third of that of weights in float16.
+inline constexpr float kMostOffset = 4096;
 
 // What a launch writes as the gradient of a bias, from dS. sm80/bias_gradient.cuh has a policy for
 // each kind but kQueries, which needs no scores.
@@ -205,9 +216,13 @@ struct AttentionBackwardParams : AttentionParams {
   int stages = 1;  // set by the launcher: tiles of queries in shared memory at a time
 
   RowOfBackward* rows_of_backward = nullptr;  // [batches, heads, queries], workspace
-  // [batches, heads, queries / 2, rounded up], workspace of a kernel that takes whole heads.
+  // [batches, heads, pairs_of_head()], workspace of kernels that read them: whole tiles, in which
+  // weights beyond the last query are 0.
   PairOfRows* pairs_of_rows = nullptr;
-  __host__ __device__ int64_t pairs_of_head() const { return divide_up(queries, 2); }
+  __host__ __device__ int64_t pairs_of_head() const { return round_up(queries, 128) / 2; }
+  __device__ int64_t pair_index(int64_t batch, int head, int query) const {
+    return (batch * heads + head) * pairs_of_head() + query / 2;
+  }
 
   // Workspaces of kAdded and kInTurns: sums, float32 [batches, heads, queries, head_dim]. `turns`,
   // of kInTurns: turn_count() numbers of the block that may add next.

@@ -102,6 +102,7 @@ struct BackwardPlan : AttentionPlan {
   BiasGradientPlan in_order;  // of BiasGradient::kInOrder, and parts of small heads
   // Kernels write zeros to the gradient of the bias where no tile is.
   bool clears_bias_gradient = false;
+  bool has_pairs = false;        // the kernel reads PairOfRows
   int64_t query_part_bytes = 0;  // see AttentionBackwardParams::query_gradient_parts
   int64_t sums_at = 0, rows_at = 0, turns_at = 0, parts_at = 0, diagonals_at = 0;
   int64_t query_parts_at = 0, pairs_at = 0;
@@ -116,11 +117,10 @@ struct BackwardPlan : AttentionPlan {
           params.batches * params.key_heads * divide_up<int64_t>(params.keys, tile_keys) * slices;
     Workspace workspace;
     if (sums_queries()) sums_at = workspace.add(params.rows() * params.head_dim * sizeof(float));
-    if (kernel == BackwardKernel::kHeads) {
-      query_parts_at = workspace.add(query_part_bytes);
+    if (kernel == BackwardKernel::kHeads) query_parts_at = workspace.add(query_part_bytes);
+    if (has_pairs)
       pairs_at = workspace.add(params.batches * params.heads * params.pairs_of_head() *
                                sizeof(PairOfRows));
-    }
     if (kernel != BackwardKernel::kSmall)
       rows_at = workspace.add(params.rows() * sizeof(RowOfBackward));
     if (query_gradient == QueryGradient::kInTurns)
@@ -134,10 +134,9 @@ struct BackwardPlan : AttentionPlan {
   void set_workspace(AttentionBackwardParams& params, char* workspace) const {
     params.rows_of_backward = reinterpret_cast<RowOfBackward*>(workspace + rows_at);
     if (sums_queries()) params.query_gradient_sum = reinterpret_cast<float*>(workspace + sums_at);
-    if (kernel == BackwardKernel::kHeads) {
+    if (kernel == BackwardKernel::kHeads)
       params.query_gradient_parts = reinterpret_cast<float*>(workspace + query_parts_at);
-      params.pairs_of_rows = reinterpret_cast<PairOfRows*>(workspace + pairs_at);
-    }
+    if (has_pairs) params.pairs_of_rows = reinterpret_cast<PairOfRows*>(workspace + pairs_at);
     if (query_gradient == QueryGradient::kInTurns)
       params.turns = reinterpret_cast<uint32_t*>(workspace + turns_at);
     if (bias_gradient == BiasGradient::kInOrder)

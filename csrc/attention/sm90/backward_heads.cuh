@@ -172,28 +172,24 @@ __device__ __forceinline__ void copy_heads(const AttentionBackwardParams& params
       memory.stage_is_used(stage).wait((step / Memory::kStages & 1) ^ 1);
       if (rows < Memory::kQueries) {  // weights of what lies beyond the last query are 0
         for (int i = rows + lane; i < Memory::kQueries; i += 32) {
-          Memory::rows(shared_memory, stage)[i] = {0.f, INFINITY, 0.f, 0.f};
-          if (i % 2 == 0)
-            Memory::pairs(shared_memory, stage)[i / 2] = {{INFINITY, INFINITY}, {0.f, 0.f}};
+          Memory::rows(shared_memory, stage)[i] = {0.f, INFINITY, 0.f};
         }
         publish_writes();
         __syncwarp();
       }
       if (lane == 0) {
         const Barrier there = memory.stage_is_there(stage);
-        const int pair_bytes = divide_up(rows, 2) * static_cast<int>(sizeof(PairOfRows));
         const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
-        const int64_t of_head = int64_t{batch} * params.heads + head;
-        there.arrive_and_expect(2 * Memory::kQueryBytes + pair_bytes + row_bytes);
+        there.arrive_and_expect(2 * Memory::kQueryBytes + Memory::kPairsBytes + row_bytes);
         start_copy_of_box(memory.queries(stage), maps.query, there, 0, query, head, batch);
         start_copy_of_box(memory.gradients(stage), maps.output_gradient, there, 0, query, head,
                           batch);
         start_copy_of_bytes(memory.rows(stage),
-                            params.pairs_of_rows + of_head * params.pairs_of_head() + query / 2,
-                            pair_bytes, there);
+                            params.pairs_of_rows + params.pair_index(batch, head, query),
+                            Memory::kPairsBytes, there);
         start_copy_of_bytes(memory.rows(stage) + Memory::kPairsBytes,
-                            params.rows_of_backward + of_head * params.queries + query, row_bytes,
-                            there);
+                            params.rows_of_backward + params.row_index(batch, head, query),
+                            row_bytes, there);
       }
       if constexpr (kHasBias) {
         memory.scores_are_used(buffer).wait((step / 2 & 1) ^ 1);
@@ -335,9 +331,7 @@ __device__ __forceinline__ void multiply_heads(const AttentionBackwardParams& pa
       const PairOfRows* const pairs = Memory::pairs(shared_memory, stage) + thread_index_anew() % 4;
       const PairOfRows own = Memory::pairs(shared_memory, stage)[lane()];
       // Not so if an offset is NaN or a delta is not finite.
-      const bool is_plain =
-          __all_sync(~0u, own.offsets[0] == own.offsets[0] && own.offsets[1] == own.offsets[1] &&
-                              fabsf(own.deltas[0]) < INFINITY && fabsf(own.deltas[1]) < INFINITY);
+      const bool is_plain = __all_sync(~0u, own.is_plain()) != 0;
       const auto start_scores = [&]<int kHalf>() {
         begin_products();
         start_product_of_rows<T, kDim>(weights, narrow_matrix_at(keys(kHalf)), 0,

@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
       if constexpr (kHasSoftcap) {
         weigh_capped<T>(params, weights, rounded, [&](int column) {
           const RowOfBackward& row = rows[column_offset(column / 2, column)];
-          return float2{row.max, row.log2_sum};
+          return fmaf(row.max, kLog2E, row.log2_sum);
         });
       } else {
 #pragma unroll

@@ -165,12 +165,23 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     }
     add_bias(reinterpret_cast<Scores&>(weights[kBuffer]), params.logit_scale,
              TileBias<T, false, Panel>({memory.bias(warpgroup, kHalf)}, 16 * warp, 0));
+    // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not finite.
+    const bool are_plain = __all_sync(~0u, rows[0].is_plain() && rows[1].is_plain()) != 0;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const RowOfBackward& row = rows[i % 4 / 2];
-      float& weight = weights[kBuffer][i / 4][i % 4];
-      weight = exp2_approximate(fmaf(weight - row.max, kLog2E, -row.log2_sum));
-      gradients[kBuffer][i / 4][i % 4] -= row.delta;
+    for (int i = 0; i < 32; ++i) gradients[kBuffer][i / 4][i % 4] -= rows[i % 4 / 2].delta;
+    if (are_plain) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        float& weight = weights[kBuffer][i / 4][i % 4];
+        weight = exp2_approximate(fmaf(weight, kLog2E, -rows[i % 4 / 2].log2_sum));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const RowOfBackward& row = rows[i % 4 / 2];
+        float& weight = weights[kBuffer][i / 4][i % 4];
+        weight = exp2_approximate(fmaf(weight - row.max, kLog2E, -row.log2_sum));
+      }
     }
     // add_if(counts): adds entries for which counts(n, i) is true.
     const auto add_if = [&](auto&& counts) {
@@ -181,16 +192,13 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
           sum = fmaf(weights[kBuffer][i / 4][i % 4], gradients[kBuffer][i / 4][i % 4], sum);
       }
     };
-    // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not finite.
-    const bool are_finite =
-        __all_sync(~0u, fabsf(rows[0].delta) < INFINITY && fabsf(rows[1].delta) < INFINITY);
     const bool has_bits = kMasksKeys && (bits[0] | bits[1]) != 0;
     bits[0] >>= mine.column;
     bits[1] >>= mine.column;
     const auto is_visible = [&](int n, int i) {
       return !kMasksKeys || (bits[n / 4] >> (n % 4 * 8 + i % 2) & 1) == 0;
     };
-    if (!are_finite) {
+    if (!are_plain) {
       add_if([&](int n, int i) { return is_visible(n, i) && weights[kBuffer][n][i] != 0.f; });
     } else if (has_bits) {
       add_if(is_visible);

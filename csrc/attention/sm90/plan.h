@@ -418,6 +418,7 @@ struct Sm90 {
     plan.tile_queries = tile.queries;
     plan.tile_keys = tile.keys();
     plan.threads = tile.threads();
+    plan.has_pairs = !tile.is_wide();
     plan.bias_gradient = params.bias_gradient_kind;
     if (plan.bias_gradient == BiasGradient::kShared) {
       if (sums_in_clusters(params)) {
@@ -454,6 +455,7 @@ struct Sm90 {
     plan.kernel = BackwardKernel::kHeads;
     plan.tile = index;
     plan.query_gradient = QueryGradient::kWhole;
+    plan.has_pairs = true;
     plan.reads_bias_in_place = reads_in_place(params, hopper_bias(params));
     plan.tile_head_dim = plan.tile_value_dim = tile.head_dim;
     plan.tile_queries = tile.kQueries;

@@ -7,11 +7,11 @@
 namespace megasoftmax {
 
 // Turns products into weights times slopes, and rounds the weights to factors of a product.
-// row_of(column) returns the largest logit of a query, and log2 of its sum of weights.
-template <class T, int kN, class RowOf>
+// offset_of(column) returns the offset of a query, see PairOfRows.
+template <class T, int kN, class OffsetOf>
 __device__ __forceinline__ void weigh_capped(const AttentionParams& params,
                                              float (&products)[kN][4],
-                                             uint32_t (&rounded)[kN / 2][4], RowOf&& row_of) {
+                                             uint32_t (&rounded)[kN / 2][4], OffsetOf&& offset_of) {
   const Softcap& softcap = params.softcap;
   const float logit_of_tanh = softcap.cap * kLog2E, fourfold = 4.f * softcap.inner;
   float largest = 0.f;
@@ -21,10 +21,7 @@ __device__ __forceinline__ void weigh_capped(const AttentionParams& params,
   float even = 0.f;  // the first weight of the pair
   const auto weigh = [&](int i, float tanh, float slope) {
     const int n = i / 4, right = i % 2;
-    if (i % 4 < 2) {
-      const float2 row = row_of(2 * n + right);
-      taken[right] = fmaf(row.x, kLog2E, row.y);
-    }
+    if (i % 4 < 2) taken[right] = offset_of(2 * n + right);
     const float weight = exp2_approximate(fmaf(tanh, logit_of_tanh, -taken[right]));
     products[n][i % 4] = weight * slope;
     if (right == 0) {

@@ -48,11 +48,10 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
     if (!is_first) return;
     const Barrier there = memory.stage_is_there(stage);
     const int rows = min(kQueries, params.queries - query);
-    const int row_bytes = rows * static_cast<int>(sizeof(RowOfBackward));
     const int masked_bytes =
         copies_masked ? divide_up(rows, kMaskTile) * Memory::kMaskedTileBytes : 0;
     const int masked_tiles = min(kWarpgroups, layout.key_tiles - first_key / kMaskTile);
-    there.arrive_and_expect(Memory::kStageBytes + row_bytes + masked_tiles * masked_bytes);
+    there.arrive_and_expect(Memory::kStageBytes + Memory::kPairBytes + masked_tiles * masked_bytes);
     for (int i = 0; i < masked_tiles && copies_masked; ++i)
       start_copy_of_bytes(memory.masked(stage, i),
                           params.block_mask.of(batch, head) +
@@ -62,9 +61,9 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
                                   batch);
     start_copy_of_panels<kValuePanels>(memory.gradients(stage), maps.output_gradient, there,
                                        kQueries, query, head, batch);
-    start_copy_of_bytes(memory.rows(stage),
-                        params.rows_of_backward + params.row_index(batch, head, query), row_bytes,
-                        there);
+    start_copy_of_bytes(memory.pairs(stage),
+                        params.pairs_of_rows + params.pair_index(batch, head, query),
+                        Memory::kPairBytes, there);
   };
   if constexpr (kHasTable) {
     // All warps sum a tile when they have started to copy the second tile after it.

@@ -60,11 +60,11 @@ struct HopperBackwardMemory {
   static constexpr bool kIsRows = kBias == HopperBias::kRows;
 
   // In this order: keys; values; queries and gradients of outputs of each stage; for two steps the
-  // bias, later gradients of scores, in panels of 64 keys; sums of each warpgroup; rows of each
-  // stage; what the mask excludes, and what queries see by range, of each stage; the table of each
-  // stage, and sums for its gradient; bits of each warpgroup for dropout; barriers. Clusters have
-  // no mask: its place has what other blocks send. At the end the results of each warpgroup take
-  // the place of its sums.
+  // bias, later gradients of scores, in panels of 64 keys; sums of each warpgroup; pairs of rows of
+  // each stage; what the mask excludes, and what queries see by range, of each stage; the table of
+  // each stage, and sums for its gradient; bits of each warpgroup for dropout; barriers. Clusters
+  // have no mask: its place has what other blocks send. At the end the results of each warpgroup
+  // take the place of its sums.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
@@ -75,15 +75,15 @@ struct HopperBackwardMemory {
   static constexpr int kScorePanels = kWarpgroups;
   static constexpr int kScoreBytes = kScorePanels * kScorePanelBytes;
   static constexpr int kSumPanelBytes = 64 * 128, kSumBytes = 2 * kSumPanelBytes;
-  static constexpr int kRowBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
+  static constexpr int kPairBytes = kQueries / 2 * static_cast<int>(sizeof(PairOfRows));
   static constexpr int kValuesAt = kKeyBytes, kStagesAt = kKeyBytes + kValueBytes;
   static constexpr int kScoresAt = kStagesAt + kStages * kStageBytes;
   static constexpr int kSumsAt = kScoresAt + 2 * kScoreBytes;
   static_assert(kValuePanels <= kPanels && kPanels * 64 * 128 <= kSumBytes);
-  static constexpr int kRowsAt = kSumsAt + kWarpgroups * kSumBytes;
+  static constexpr int kPairsAt = kSumsAt + kWarpgroups * kSumBytes;
   using Diagonals = DiagonalTile<true, kKeys, kQueries>;
   using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
-  static constexpr int kMaskedAt = kRowsAt + kStages * kRowBytes;
+  static constexpr int kMaskedAt = kPairsAt + kStages * kPairBytes;
   static constexpr int kMaskedTileBytes = BlockMaskLayout::kWordsOfTile * 4;
   static constexpr int kMaskedPanelBytes = kQueryPanels * kMaskedTileBytes;  // of 64 keys
   static constexpr int kMaskedBytes = kWarpgroups * kMaskedPanelBytes;
@@ -166,7 +166,7 @@ struct HopperBackwardMemory {
     return address + kSentAt + (part * others + other) * rows * 64;
   }
   __device__ uint32_t piece(int slot) const { return address + kSentAt + slot * kPieceBytes; }
-  __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowBytes; }
+  __device__ uint32_t pairs(int stage) const { return address + kPairsAt + stage * kPairBytes; }
   __device__ uint32_t masked(int stage, int warpgroup) const {
     return address + kMaskedAt + stage * kMaskedBytes + warpgroup * kMaskedPanelBytes;
   }

@@ -42,6 +42,9 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   float weights[kN][4], gradients[kN][4];
   // Weights are multiplied at once, if registers allow it.
   constexpr bool kIsEarly = kQueries <= 64 && (kDim < 128 || Memory::kTile.registers > 232);
+  // Capped scores take so many registers in a tile of 128 queries that gradients of weights have
+  // none before weights are multiplied.
+  constexpr bool kIsLate = kHasSoftcap && kQueries > 64;
   uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
 
   // Starts products of this warpgroup's keys with queries, and of its values with gradients of
@@ -102,11 +105,17 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     head_of_bits = head;
     __syncwarp();
   };
-  // The rows of a stage, from this lane's first column on.
-  const auto rows_of = [&](int stage) {
-    return reinterpret_cast<const RowOfBackward*>(shared_memory + Memory::kRowsAt +
-                                                  stage * Memory::kRowBytes) +
-           FirstElement().column;
+  // The pairs of rows of a stage.
+  const auto pairs_of = [&](int stage) {
+    return reinterpret_cast<const PairOfRows*>(shared_memory + Memory::kPairsAt +
+                                               stage * Memory::kPairBytes);
+  };
+  const auto are_plain = [&](int stage) {
+    bool is_plain = true;
+#pragma unroll
+    for (int i = 0; i < kQueries / 2; i += 32)
+      is_plain &= pairs_of(stage)[i + thread_index_anew() % 32].is_plain();
+    return __all_sync(~0u, is_plain) != 0;
   };
   // Gradients of scores of this warpgroup's keys.
   using Panel = Tile<T, kQueries, 64>;
@@ -125,27 +134,20 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   // Products leave little of the bandwidth of shared memory. So the rows of the first columns are
   // loaded before weights are made, if registers have room: in a tile of 64 queries before products
   // start, else while they run.
-  constexpr int kEightsAhead = is_bias(kBias) ? 0 : kHasSoftcap ? 2 : kIsUnmasked ? 7 : 4;
-  float2 rows_ahead[std::max(2 * kEightsAhead, 1)], deltas_ahead[std::max(kEightsAhead, 1)];
-  const auto row_at = [](const RowOfBackward* rows, int column) {
-    const RowOfBackward& row = rows[column_offset(column / 2, column)];
-    return float2{row.max, row.log2_sum};
-  };
-  // The deltas of two neighbouring queries.
-  const auto deltas_at = [](const RowOfBackward* rows, int n) {
-    const RowOfBackward& row = rows[column_offset(n, 0)];
-    return float2{row.delta, row.next_delta};
-  };
-  const auto load_rows = [&](int stage) {
-    const RowOfBackward* const rows = rows_of(stage);
+  constexpr int kEightsAhead = is_bias(kBias) ? 0 : kHasSoftcap ? 0 : kIsUnmasked ? 7 : 4;
+  PairOfRows ahead[std::max(kEightsAhead, 1)];
+  // Of this lane's two columns of 8: the offsets, and the deltas.
+  const auto load_offsets = [&](int stage) {
+    const PairOfRows* const pairs = pairs_of(stage) + FirstElement().column / 2;
 #pragma unroll
-    for (int column = 0; column < 2 * kEightsAhead; ++column)
-      rows_ahead[column] = row_at(rows, column);
+    for (int i = 0; i < 2 * kEightsAhead; ++i)
+      ahead[i / 2].offsets[i % 2] = pairs[4 * (i / 2)].offsets[i % 2];
   };
   const auto load_deltas = [&](int stage) {
-    const RowOfBackward* const rows = rows_of(stage);
+    const PairOfRows* const pairs = pairs_of(stage) + FirstElement().column / 2;
 #pragma unroll
-    for (int n = 0; n < kEightsAhead; ++n) deltas_ahead[n] = deltas_at(rows, n);
+    for (int i = 0; i < 2 * kEightsAhead; ++i)
+      ahead[i / 2].deltas[i % 2] = pairs[4 * (i / 2)].deltas[i % 2];
   };
   // With a mask of keys: whether it excludes this lane's keys 0 and 8.
   [[maybe_unused]] bool is_masked[2] = {};
@@ -179,6 +181,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   const bool sums_keys = has_key_bias && params.bias_gradient_kind == BiasGradient::kKeys;
   [[maybe_unused]] int head_of_bias = -1;
   [[maybe_unused]] float key_bias[2], key_sums[2];
+  [[maybe_unused]] bool is_key_bias_small = true;  // or -infinity: offsets take it
   const auto end_head = [&] {
     if (!sums_keys || head_of_bias < 0) return;
     const int key = warp_key + FirstElement().row;
@@ -201,43 +204,94 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       key_bias[half] = rows(0, min(key + 8 * half, params.keys - 1));
       key_sums[half] = 0.f;
     }
+    const auto is_small = [](float bias) { return fabsf(bias) <= 256.f || bias == -INFINITY; };
+    is_key_bias_small = __all_sync(~0u, is_small(key_bias[0]) && is_small(key_bias[1])) != 0;
   };
+  const uint64_t seed = kIsUnmasked ? 0 : Dropping<true>::seed(params);  // loaded once
   using Scores = Accumulators<1, kN>;
   // Turns products into weights, capped ones times slopes. Dropped weights become negative.
-  const auto weigh = [&](int stage, int step, int head, int query) {
-    if constexpr (kHasTile) {
-      memory.bias_is_there(step % 2).wait(step / 2 & 1);
-      add_bias(reinterpret_cast<Scores&>(weights), params.logit_scale,
-               TileBias<T, true, Panel>(panel_of(step % 2), 0, 16 * warp_in_group));
-    } else if constexpr (kHasTable) {
-      add_bias(reinterpret_cast<Scores&>(weights), params.logit_scale,
-               DiagonalBias(Memory::diagonals(shared_memory, stage),
-                            64 * warpgroup + 16 * warp_in_group));
-    }
+  const auto weigh = [&](int stage, int step, int head, int query, bool is_plain) {
+    if constexpr (kHasTile) memory.bias_is_there(step % 2).wait(step / 2 & 1);
+    const auto add_bias_of_pairs = [&] {
+      if constexpr (kHasTile) {
+        add_bias(reinterpret_cast<Scores&>(weights), params.logit_scale,
+                 TileBias<T, true, Panel>(panel_of(step % 2), 0, 16 * warp_in_group));
+      } else if constexpr (kHasTable) {
+        add_bias(reinterpret_cast<Scores&>(weights), params.logit_scale,
+                 DiagonalBias(Memory::diagonals(shared_memory, stage),
+                              64 * warpgroup + 16 * warp_in_group));
+      }
+    };
     const float to_logit = is_bias(kBias) ? 1.f : params.logit_scale;
-    const RowOfBackward* const rows = rows_of(stage);
-    const auto row_of = [&](int column) {
-      return column < 2 * kEightsAhead ? rows_ahead[column] : row_at(rows, column);
+    const PairOfRows* const pairs = pairs_of(stage) + FirstElement().column / 2;
+    const auto offset_of = [&](int column) {
+      return column < 2 * kEightsAhead ? ahead[column / 2].offsets[column % 2]
+                                       : pairs[4 * (column / 2)].offsets[column % 2];
     };
     if constexpr (kHasSoftcap) {
-      weigh_capped<T>(params, weights, rounded_weights, row_of);
+      weigh_capped<T>(params, weights, rounded_weights, offset_of);
     } else {
       const auto weigh_with = [&]<bool kBiases, bool kMasks>() {
+        const float key_offsets[2] = {kBiases ? key_bias[0] * kLog2E : 0.f,
+                                      kBiases ? key_bias[1] * kLog2E : 0.f};
 #pragma unroll
         for (int column = 0; column < 2 * kN; ++column) {
-          const float2 row = row_of(column);
+          const float offset = offset_of(column);
 #pragma unroll
           for (int i = column % 2; i < 4; i += 2) {
             float& weight = weights[column / 2][i];
-            const float relative = kBiases ? fmaf(weight, to_logit, key_bias[i / 2]) - row.x
-                                           : fmaf(weight, to_logit, -row.x);
-            weight = exp2_approximate(fmaf(relative, kLog2E, -row.y));
+            const float rest = kBiases ? key_offsets[i / 2] - offset : -offset;
+            weight = exp2_approximate(fmaf(weight, to_logit * kLog2E, rest));
             if (kMasks && is_masked[i / 2]) weight = 0.f;
           }
         }
       };
-      if (!has_key_bias) {
-        weigh_with.template operator()<false, kMasksKeys>();
+      // Differences of logits are taken before anything else is rounded. kArePlain: offsets are not
+      // large, but the bias of keys is.
+      const auto weigh_exactly = [&]<bool kBiases, bool kArePlain>() {
+        const RowOfBackward* const rows =
+            params.rows_of_backward + params.row_index(batch, head, 0);
+#pragma unroll
+        for (int column = 0; column < 2 * kN; ++column) {
+          float max = 0.f, log2_sum;
+          if constexpr (kArePlain) {
+            log2_sum = offset_of(column);
+          } else {
+            const RowOfBackward& row =
+                rows[min(query + FirstElement().column + column_offset(column / 2, column),
+                         params.queries - 1)];
+            max = row.max;
+            log2_sum = row.log2_sum;
+          }
+#pragma unroll
+          for (int i = column % 2; i < 4; i += 2) {
+            float& weight = weights[column / 2][i];
+            const float relative = kBiases ? fmaf(weight, to_logit, key_bias[i / 2]) - max
+                                           : fmaf(weight, to_logit, -max);
+            weight = exp2_approximate(fmaf(relative, kLog2E, -log2_sum));
+            if (kMasksKeys && is_masked[i / 2]) weight = 0.f;
+          }
+        }
+      };
+      if constexpr (is_bias(kBias)) {
+        // No branch parts them: the compiler fills waits of one with instructions of the other.
+        if (is_plain) {
+          add_bias_of_pairs();
+          weigh_with.template operator()<false, kMasksKeys>();
+        } else {
+          add_bias_of_pairs();
+          weigh_exactly.template operator()<false, false>();
+        }
+      } else if (!has_key_bias) {
+        if (is_plain) {
+          weigh_with.template operator()<false, kMasksKeys>();
+        } else {
+          weigh_exactly.template operator()<false, false>();
+        }
+      } else if (!is_plain) {
+        weigh_exactly.template operator()<kMayBiasKeys, false>();
+      } else if (!is_key_bias_small) {
+        weigh_exactly.template operator()<kMayBiasKeys, true>();
       } else if (params.block_mask.words == nullptr) {
         weigh_with.template operator()<kMayBiasKeys, false>();
       } else {
@@ -250,7 +304,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
         if (!is_kept) weights[n][i] = -weights[n][i];
       });
     } else {
-      const Dropping<true> dropping(params, batch, head);
+      const Dropping<true> dropping(params, batch, head, seed);
       dropping.template for_each_pair<1, kN>(
           query, warp_key, [&](int, int n, int half, uint32_t halves) {
             float* const pair = weights[n] + 2 * half;
@@ -273,18 +327,16 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     start_value_gradient(memory.gradients(stage));
   };
   // Turns gradients of weights into gradients of logits, or of capped products but for the scale.
-  const auto find_score_gradients_of = [&](int stage) {
-    const RowOfBackward* const rows = rows_of(stage);
-    // Not 0 if a delta is not finite, or, with a mask or ranges, a gradient.
-    float check = 0.f;
+  const auto find_score_gradients_of = [&](int stage, bool is_plain) {
+    const PairOfRows* const pairs = pairs_of(stage) + FirstElement().column / 2;
+    float check = 0.f;  // with masks, ranges or dropout: not 0 if a gradient is not finite
     with_dropout<kIsUnmasked>(params, [&]<bool kMayDrop>() {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        const float2 deltas = n < kEightsAhead ? deltas_ahead[n] : deltas_at(rows, n);
+        const PairOfRows& pair = n < kEightsAhead ? ahead[n] : pairs[4 * n];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float delta = i % 2 == 0 ? deltas.x : deltas.y;
-          if (kIsUnmasked && i < 2) check = fmaf(delta, 0.f, check);
+          const float delta = pair.deltas[i % 2];
           float& gradient = gradients[n][i];
           gradient =
               score_gradient<kMayDrop>(gradient, weights[n][i], delta, params.dropout.factor);
@@ -293,7 +345,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       }
     });
     // sm80/backward_tile.cuh says why.
-    if (check != 0.f) {
+    if (kIsUnmasked ? !is_plain : check != 0.f) {
 #pragma unroll
       for (int i = 0; i < 4 * kN; ++i) {
         if (weights[i / 4][i % 4] == 0.f) gradients[i / 4][i % 4] = 0.f;
@@ -371,9 +423,9 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     if (has_key_bias && head != head_of_bias) begin_head(head);
     memory.stage_is_there(stage).wait(step / kStages & 1);
     constexpr bool kLoadsFirst = kEightsAhead > 0 && kQueries <= 64;
-    if constexpr (kLoadsFirst) load_rows(stage);
+    if constexpr (kLoadsFirst) load_offsets(stage);
     start_scores(memory.queries(stage));
-    start_weight_gradients(memory.gradients(stage));
+    if constexpr (!kIsLate) start_weight_gradients(memory.gradients(stage));
     tiles.advance(params, batch, first_key);
     // Rows of the bias come to the place of the gradients of the step before. Warps that bring them
     // take longer than copies, so they begin as soon as the last product and copy have read these,
@@ -396,10 +448,11 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
         [&](int offset, int column) {
           return key_range_of(Memory::ranges(shared_memory, stage)[offset + column]);
         });
-    if constexpr (kEightsAhead > 0 && !kLoadsFirst) load_rows(stage);
-    wait_for_products<1>();
+    if constexpr (kEightsAhead > 0 && !kLoadsFirst) load_offsets(stage);
+    const bool is_plain = are_plain(stage);
+    wait_for_products<kIsLate ? 0 : 1>();
     touch(weights);
-    weigh(stage, step, head, query);
+    weigh(stage, step, head, query, is_plain);
     if (kIsStaggered && step == 0 && warpgroup == 0 && lane == 0)
       memory.first_weights_are_there().arrive();
     exclude(excluded, weights);
@@ -411,20 +464,18 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       if (!kIsUnmasked && params.dropout.is_given()) clear_dropped(rounded_weights, weights);
     }
     if constexpr (kEightsAhead > 0) load_deltas(stage);
-    if constexpr (kIsEarly) {
-      multiply_weights_of(stage);
-      wait_for_products<1>();
-    } else {
-      wait_for_products<0>();
-    }
+    if constexpr (kIsEarly || kIsLate) multiply_weights_of(stage);
+    if constexpr (kIsLate) start_weight_gradients(memory.gradients(stage));
+    wait_for_products<kIsEarly ? 1 : 0>();
+    if constexpr (kIsLate) touch(value_gradient);
     touch(gradients);
-    find_score_gradients_of(stage);
+    find_score_gradients_of(stage, is_plain);
     if constexpr (kIsUnmasked) exclude(excluded, gradients);  // of few tiles
     if (sums_keys) {
 #pragma unroll
       for (int i = 0; i < 4 * kN; ++i) key_sums[i % 4 / 2] += gradients[i / 4][i % 4];
     }
-    if constexpr (!kIsEarly) multiply_weights_of(stage);
+    if constexpr (!kIsEarly && !kIsLate) multiply_weights_of(stage);
     if constexpr (kIsStaggered) memory.scores_are_used(step % 2).wait((step / 2 & 1) ^ 1);
     share_gradients(step % 2);
     publish_writes();
