@@ -62,9 +62,9 @@ case "$*" in
 esac
 exec {nvcc} "$@"
 """
-# In names of Hopper's kernels for capped scores: backward, those for a head dimension of 64 need
-# more registers than there are.
-SERIALIZED = "HopperBiasE3"
+# Hopper's kernels for capped scores (HopperBias 3) at a head dimension of 64 (row 2 of the table)
+# need more registers backward than there are.
+SERIALIZED = re.compile(r"hopper_backward_kernel\w*HopperBiasE3\w*HopperMaskE0ELb[01]ELi2E")
 # In the commands that ninja prints.
 COMPILED = re.compile(rf"-c ({re.escape(str(CSRC))}\S+\.cu) -o ")
 
@@ -209,9 +209,10 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
         assert _declared(logs[source], zeros) <= _allowed(source, "Declared"), source
         of_contiguous = _declared(logs[source], contiguous=True)
         assert of_contiguous <= _allowed(source, "Declared", "Contiguous"), source
-        # Where registers do not suffice, ptxas lets each product of a warpgroup wait for the last.
+        # If registers do not suffice, or for other reasons, ptxas lets each product of a warpgroup
+        # wait for the one before.
         serialized = re.findall(r"instructions are serialized.*function '(\S+)'", logs[source])
-        assert all(SERIALIZED in name for name in serialized), serialized
+        assert all(SERIALIZED.search(name) for name in serialized), serialized
         if source in fast:
             continue
         of_others = {

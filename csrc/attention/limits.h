@@ -89,8 +89,8 @@ struct AttentionHopperTile {
 
   constexpr bool takes_softcap() const { return has_softcap_kernels(head_dim, value_dim); }
   constexpr bool takes_rows_anywhere() const { return head_dim <= kMostHeadDimOfRows; }
-  // Their rows are wider in shared memory. Above a head dimension of 64 it has no room beside two
-  // tiles of queries.
+  // Their rows are wider in shared memory. Above a head dimension of 64 there is room for one tile
+  // of queries beside them.
   constexpr AttentionHopperTile with_rows_anywhere() const {
     AttentionHopperTile tile = *this;
     if (head_dim > 64) tile.query_stages = 1;

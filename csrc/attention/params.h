@@ -156,15 +156,15 @@ struct AttentionForwardParams : AttentionParams {
 };
 
 // What a backward needs of a row of scores. Weights are 2^(log2(e) * (logit - max) - log2_sum).
-// delta: dS = P (dP - delta), rowsum(dO O) - dLSE. Beside pairs of rows max is 0 where log2_sum is
-// an offset of them, which is not NaN.
+// delta: dS = P (dP - delta), rowsum(dO O) - dLSE. If a kernel reads pairs too, rows whose offset
+// is not NaN have max 0, and the offset as log2_sum.
 struct alignas(16) RowOfBackward {
   float max;       // of logits
   float log2_sum;  // infinite for a row without a visible key
   float delta;
 
   // One multiply-add makes a weight from a logit.
-  __device__ bool is_plain() const { return max == 0.f && fabsf(delta) < INFINITY; }
+  __device__ bool is_plain() const { return (max == 0.f) & (fabsf(delta) < INFINITY); }
 };
 
 // What a backward needs of two neighbouring rows. Weights are 2^(log2(e) * logit - offset). An
@@ -173,13 +173,17 @@ struct alignas(16) RowOfBackward {
 struct alignas(16) PairOfRows {
   float offsets[2], deltas[2];
 
+  // Without branches: they would take longer than what they leave out.
   __device__ bool is_plain() const {
-    return offsets[0] == offsets[0] && offsets[1] == offsets[1] && fabsf(deltas[0]) < INFINITY &&
-           fabsf(deltas[1]) < INFINITY;
+    const bool are_offsets = (offsets[0] == offsets[0]) & (offsets[1] == offsets[1]);
+    return are_offsets & (fabsf(deltas[0]) < INFINITY) & (fabsf(deltas[1]) < INFINITY);
   }
 };
-// Its rounding is at most 1.7e-4 of a weight, a third of that of weights in float16.
+// The roundings of such an offset and of the factor of scores are at most 2.5e-4 of a weight
+// together, half of what rounding to float16 is.
 inline constexpr float kMostOffset = 4096;
+// The most queries of a tile whose kernel reads pairs.
+inline constexpr int kQueriesOfPairs = 128;
 
 // What a launch writes as the gradient of a bias, from dS. sm80/bias_gradient.cuh has a policy for
 // each kind but kQueries, which needs no scores.
@@ -219,7 +223,9 @@ struct AttentionBackwardParams : AttentionParams {
   // [batches, heads, pairs_of_head()], workspace of kernels that read them: whole tiles, in which
   // weights beyond the last query are 0.
   PairOfRows* pairs_of_rows = nullptr;
-  __host__ __device__ int64_t pairs_of_head() const { return round_up(queries, 128) / 2; }
+  __host__ __device__ int64_t pairs_of_head() const {
+    return round_up(queries, kQueriesOfPairs) / 2;
+  }
   __device__ int64_t pair_index(int64_t batch, int head, int query) const {
     return (batch * heads + head) * pairs_of_head() + query / 2;
   }

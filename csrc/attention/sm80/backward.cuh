@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreadsOfRows)
     for (int column = lane * 4; column < params.head_dim; column += kLanes * 4)
       *reinterpret_cast<float4*>(sums + column) = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  if (params.pairs_of_rows != nullptr && query == params.queries - 1) {
+  if (params.pairs_of_rows != nullptr && query == params.queries - 1) {  // weights beyond it are 0
     PairOfRows* const pairs = params.pairs_of_rows + params.pair_index(batch, head, 0);
     for (int i = query / 2 + 1 + lane; i < params.pairs_of_head(); i += kLanes)
       pairs[i] = {{INFINITY, INFINITY}, {0.f, 0.f}};
@@ -64,15 +64,15 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   const bool is_empty = log_sum == -INFINITY;
   const float log2_sum = log_sum * kLog2E;
   const float offset = is_empty ? INFINITY : fmaf(max, kLog2E, log2_sum);
-  const bool is_plain = is_empty || params.softcap.is_given() || fabsf(offset) <= kMostOffset;
+  const bool takes_offset = is_empty || params.softcap.is_given() || fabsf(offset) <= kMostOffset;
   RowOfBackward& of_backward = params.rows_of_backward[row];
-  const bool is_offset = is_plain && params.pairs_of_rows != nullptr;
+  const bool is_offset = takes_offset && params.pairs_of_rows != nullptr;
   of_backward.max = is_offset ? 0.f : max;
   of_backward.log2_sum = is_offset || is_empty ? offset : log2_sum;
   of_backward.delta = delta;
   if (params.pairs_of_rows != nullptr) {
     PairOfRows& pair = params.pairs_of_rows[params.pair_index(batch, head, query)];
-    pair.offsets[query % 2] = is_plain ? offset : NAN;
+    pair.offsets[query % 2] = takes_offset ? offset : NAN;
     pair.deltas[query % 2] = delta;
     if (query == params.queries - 1 && query % 2 == 0) {
       pair.offsets[1] = INFINITY;

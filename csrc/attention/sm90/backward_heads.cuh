@@ -171,9 +171,8 @@ __device__ __forceinline__ void copy_heads(const AttentionBackwardParams& params
       __syncwarp();  // lanes wait for the same phases
       memory.stage_is_used(stage).wait((step / Memory::kStages & 1) ^ 1);
       if (rows < Memory::kQueries) {  // weights of what lies beyond the last query are 0
-        for (int i = rows + lane; i < Memory::kQueries; i += 32) {
+        for (int i = rows + lane; i < Memory::kQueries; i += 32)
           Memory::rows(shared_memory, stage)[i] = {0.f, INFINITY, 0.f};
-        }
         publish_writes();
         __syncwarp();
       }

@@ -165,7 +165,6 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     }
     add_bias(reinterpret_cast<Scores&>(weights[kBuffer]), params.logit_scale,
              TileBias<T, false, Panel>({memory.bias(warpgroup, kHalf)}, 16 * warp, 0));
-    // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not finite.
     const bool are_plain = __all_sync(~0u, rows[0].is_plain() && rows[1].is_plain()) != 0;
 #pragma unroll
     for (int i = 0; i < 32; ++i) gradients[kBuffer][i / 4][i % 4] -= rows[i % 4 / 2].delta;
@@ -198,6 +197,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     const auto is_visible = [&](int n, int i) {
       return !kMasksKeys || (bits[n / 4] >> (n % 4 * 8 + i % 2) & 1) == 0;
     };
+    // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not finite.
     if (!are_plain) {
       add_if([&](int n, int i) { return is_visible(n, i) && weights[kBuffer][n][i] != 0.f; });
     } else if (has_bits) {

@@ -58,8 +58,8 @@ struct RowsAnywhere {
   __host__ __device__ int64_t step(const Strided& rows, int i) const {
     return 2 * ((rows.query_stride << i) - (i < 3 ? left[i] : 0));
   }
-  // A box that begins with this column lies in the map, and reads nothing behind the storage up to
-  // row 8 * end, if end * step(rows, 3) is at most this.
+  // In bytes: a box that begins with this column reads nothing behind the storage up to row 8 * end
+  // if end * step(rows, 3) is at most this. 0 for a box that would begin before the map.
   __host__ __device__ int64_t room(const Strided& rows, int64_t column, int row_bytes) const {
     if (column < 0) return 0;
     return static_cast<int64_t>(rows.last_whole_row - begin(rows)) - 2 * column + step(rows, 3) -

@@ -51,7 +51,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
     const int masked_bytes =
         copies_masked ? divide_up(rows, kMaskTile) * Memory::kMaskedTileBytes : 0;
     const int masked_tiles = min(kWarpgroups, layout.key_tiles - first_key / kMaskTile);
-    there.arrive_and_expect(Memory::kStageBytes + Memory::kPairBytes + masked_tiles * masked_bytes);
+    there.arrive_and_expect(Memory::kStageBytes + Memory::kPairsBytes +
+                            masked_tiles * masked_bytes);
     for (int i = 0; i < masked_tiles && copies_masked; ++i)
       start_copy_of_bytes(memory.masked(stage, i),
                           params.block_mask.of(batch, head) +
@@ -63,7 +64,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
                                        kQueries, query, head, batch);
     start_copy_of_bytes(memory.pairs(stage),
                         params.pairs_of_rows + params.pair_index(batch, head, query),
-                        Memory::kPairBytes, there);
+                        Memory::kPairsBytes, there);
   };
   if constexpr (kHasTable) {
     // All warps sum a tile when they have started to copy the second tile after it.

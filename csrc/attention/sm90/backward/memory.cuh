@@ -48,6 +48,7 @@ struct HopperBackwardMemory {
   static constexpr int kQueryPanels = kQueries / 64, kStages = 2;
   static_assert(kDim % 16 == 0 && kValueDim % 16 == 0);
   static_assert(kQueries % kMaskTile == 0 && kKeys % kMaskTile == 0);
+  static_assert(kQueriesOfPairs % kQueries == 0);
   static_assert(takes_bias(kTile, kBias));
   static_assert(shares_registers(kTile));
   // A warpgroup computes 64 rows and kSumColumns columns of dQ.
@@ -75,7 +76,7 @@ struct HopperBackwardMemory {
   static constexpr int kScorePanels = kWarpgroups;
   static constexpr int kScoreBytes = kScorePanels * kScorePanelBytes;
   static constexpr int kSumPanelBytes = 64 * 128, kSumBytes = 2 * kSumPanelBytes;
-  static constexpr int kPairBytes = kQueries / 2 * static_cast<int>(sizeof(PairOfRows));
+  static constexpr int kPairsBytes = kQueries / 2 * static_cast<int>(sizeof(PairOfRows));
   static constexpr int kValuesAt = kKeyBytes, kStagesAt = kKeyBytes + kValueBytes;
   static constexpr int kScoresAt = kStagesAt + kStages * kStageBytes;
   static constexpr int kSumsAt = kScoresAt + 2 * kScoreBytes;
@@ -83,7 +84,7 @@ struct HopperBackwardMemory {
   static constexpr int kPairsAt = kSumsAt + kWarpgroups * kSumBytes;
   using Diagonals = DiagonalTile<true, kKeys, kQueries>;
   using DiagonalSums = SumsOfDiagonals<kKeys, kQueries>;
-  static constexpr int kMaskedAt = kPairsAt + kStages * kPairBytes;
+  static constexpr int kMaskedAt = kPairsAt + kStages * kPairsBytes;
   static constexpr int kMaskedTileBytes = BlockMaskLayout::kWordsOfTile * 4;
   static constexpr int kMaskedPanelBytes = kQueryPanels * kMaskedTileBytes;  // of 64 keys
   static constexpr int kMaskedBytes = kWarpgroups * kMaskedPanelBytes;
@@ -166,7 +167,7 @@ struct HopperBackwardMemory {
     return address + kSentAt + (part * others + other) * rows * 64;
   }
   __device__ uint32_t piece(int slot) const { return address + kSentAt + slot * kPieceBytes; }
-  __device__ uint32_t pairs(int stage) const { return address + kPairsAt + stage * kPairBytes; }
+  __device__ uint32_t pairs(int stage) const { return address + kPairsAt + stage * kPairsBytes; }
   __device__ uint32_t masked(int stage, int warpgroup) const {
     return address + kMaskedAt + stage * kMaskedBytes + warpgroup * kMaskedPanelBytes;
   }

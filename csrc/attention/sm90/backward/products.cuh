@@ -42,8 +42,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   float weights[kN][4], gradients[kN][4];
   // Weights are multiplied at once, if registers allow it.
   constexpr bool kIsEarly = kQueries <= 64 && (kDim < 128 || Memory::kTile.registers > 232);
-  // Capped scores take so many registers in a tile of 128 queries that gradients of weights have
-  // none before weights are multiplied.
+  // With capped scores and 128 queries a tile registers are few. So products for gradients of
+  // weights start after weights are multiplied.
   constexpr bool kIsLate = kHasSoftcap && kQueries > 64;
   uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
 
@@ -108,7 +108,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   // The pairs of rows of a stage.
   const auto pairs_of = [&](int stage) {
     return reinterpret_cast<const PairOfRows*>(shared_memory + Memory::kPairsAt +
-                                               stage * Memory::kPairBytes);
+                                               stage * Memory::kPairsBytes);
   };
   const auto are_plain = [&](int stage) {
     bool is_plain = true;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   // Products leave little of the bandwidth of shared memory. So the rows of the first columns are
   // loaded before weights are made, if registers have room: in a tile of 64 queries before products
   // start, else while they run.
-  constexpr int kEightsAhead = is_bias(kBias) ? 0 : kHasSoftcap ? 0 : kIsUnmasked ? 7 : 4;
+  constexpr int kEightsAhead = is_bias(kBias) || kHasSoftcap ? 0 : kIsUnmasked ? 7 : 4;
   PairOfRows ahead[std::max(kEightsAhead, 1)];
   // Of this lane's two columns of 8: the offsets, and the deltas.
   const auto load_offsets = [&](int stage) {
@@ -181,7 +181,10 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   const bool sums_keys = has_key_bias && params.bias_gradient_kind == BiasGradient::kKeys;
   [[maybe_unused]] int head_of_bias = -1;
   [[maybe_unused]] float key_bias[2], key_sums[2];
-  [[maybe_unused]] bool is_key_bias_small = true;  // or -infinity: offsets take it
+  // Whether all biases of this warp's keys are at most kMostKeyBias or -infinity. Then what rounds
+  // in the difference of a bias and an offset does not show.
+  constexpr float kMostKeyBias = 256;
+  [[maybe_unused]] bool is_key_bias_small = true;
   const auto end_head = [&] {
     if (!sums_keys || head_of_bias < 0) return;
     const int key = warp_key + FirstElement().row;
@@ -204,15 +207,18 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       key_bias[half] = rows(0, min(key + 8 * half, params.keys - 1));
       key_sums[half] = 0.f;
     }
-    const auto is_small = [](float bias) { return fabsf(bias) <= 256.f || bias == -INFINITY; };
+    const auto is_small = [](float bias) {
+      return fabsf(bias) <= kMostKeyBias || bias == -INFINITY;
+    };
     is_key_bias_small = __all_sync(~0u, is_small(key_bias[0]) && is_small(key_bias[1])) != 0;
   };
-  const uint64_t seed = kIsUnmasked ? 0 : Dropping<true>::seed(params);  // loaded once
+  // Loaded once. Otherwise each tile would wait for it.
+  const uint64_t seed = kIsUnmasked || Memory::kExchangesBits ? 0 : Dropping<true>::seed(params);
   using Scores = Accumulators<1, kN>;
   // Turns products into weights, capped ones times slopes. Dropped weights become negative.
   const auto weigh = [&](int stage, int step, int head, int query, bool is_plain) {
     if constexpr (kHasTile) memory.bias_is_there(step % 2).wait(step / 2 & 1);
-    const auto add_bias_of_pairs = [&] {
+    const auto add_bias_of_tile = [&] {
       if constexpr (kHasTile) {
         add_bias(reinterpret_cast<Scores&>(weights), params.logit_scale,
                  TileBias<T, true, Panel>(panel_of(step % 2), 0, 16 * warp_in_group));
@@ -246,8 +252,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
           }
         }
       };
-      // Differences of logits are taken before anything else is rounded. kArePlain: offsets are not
-      // large, but the bias of keys is.
+      // kArePlain: offsets are not large, but the bias of keys is. Otherwise differences of logits
+      // are taken before anything else is rounded.
       const auto weigh_exactly = [&]<bool kBiases, bool kArePlain>() {
         const RowOfBackward* const rows =
             params.rows_of_backward + params.row_index(batch, head, 0);
@@ -274,12 +280,13 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
         }
       };
       if constexpr (is_bias(kBias)) {
-        // No branch parts them: the compiler fills waits of one with instructions of the other.
+        // The bias is added in both branches, so that none parts it from the weights: the compiler
+        // fills waits of one with instructions of the other.
         if (is_plain) {
-          add_bias_of_pairs();
+          add_bias_of_tile();
           weigh_with.template operator()<false, kMasksKeys>();
         } else {
-          add_bias_of_pairs();
+          add_bias_of_tile();
           weigh_exactly.template operator()<false, false>();
         }
       } else if (!has_key_bias) {

@@ -81,16 +81,16 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
           __syncwarp();  // all lanes have waited
           copy.start(params, maps.bias, memory.bias(stage, i), there, queries.query_of(params, i));
         }
-        return;
-      }
-      for (int i = 0; i < kWarpgroups; ++i) {
-        const Barrier there = wait(i);
-        if (!is_first) continue;
-        there.arrive_and_expect(Memory::kBiasBytes);
-        for (int panel = 0; panel < kKeys / 64; ++panel)
-          start_copy_of_box(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias,
-                            there, key + 64 * panel, queries.query_of(params, i), bias_head,
-                            bias_batch);
+      } else {
+        for (int i = 0; i < kWarpgroups; ++i) {
+          const Barrier there = wait(i);
+          if (!is_first) continue;
+          there.arrive_and_expect(Memory::kBiasBytes);
+          for (int panel = 0; panel < kKeys / 64; ++panel)
+            start_copy_of_box(memory.bias(stage, i) + panel * Memory::kBiasPanelBytes, maps.bias,
+                              there, key + 64 * panel, queries.query_of(params, i), bias_head,
+                              bias_batch);
+        }
       }
     };
     // In the order in which room becomes free: keys, then the values of the step before. In the
