@@ -228,6 +228,12 @@ def explain_call(
     relative: Annotated[
         bool, typer.Option("--relative", help="attention: with a relative bias of each head.")
     ] = False,
+    key_bias: Annotated[
+        bool, typer.Option("--key-bias", help="attention: with a bias [1, heads, 1, keys].")
+    ] = False,
+    shifted: Annotated[
+        bool, typer.Option("--shifted", help="attention: with a ShiftedBias of each head.")
+    ] = False,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -257,8 +263,10 @@ def explain_call(
                     keys=keys,
                     key_heads=key_heads,
                     value_dim=value_dim,
-                    bias=bias or (bias_gradient and not relative),
+                    bias=bias or (bias_gradient and not (relative or key_bias or shifted)),
                     relative=relative,
+                    key_bias=key_bias,
+                    shifted=shifted,
                     dtype=_dtype(dtype or "bf16"),
                     **of_pairs,
                 )

@@ -308,6 +308,34 @@ def test_biases_that_are_copied(call: dict[str, Any], is_copied: bool) -> None:
     assert ("a copy of the bias first" in found.why) == is_copied
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_bias_of_keys_and_shifted_scores(backward: bool) -> None:
+    def found(**call: Any) -> Any:
+        usual = {"batches": 16, "heads": 8, "queries": 750, "head_dim": 64}
+        return explain_attention(**(usual | call), bias_gradient=backward, backward=backward)
+
+    of_keys, in_float = (found(key_bias=True, bias_dtype=each) for each in (None, FLOAT))
+    for each in (of_keys, in_float):
+        assert each.hopper
+        assert not each.bias_copied
+        assert "joins the kernels for a mask of keys" in each.why
+    assert in_float.bytes_read - of_keys.bytes_read == 8 * 750 * 2
+    assert "beside a mask of pairs" in found(key_bias=True, masked=True).why
+    assert not found(key_bias=True, major=8).hopper
+    for head_dim in (64, 128):
+        shifted = found(shifted=True, head_dim=head_dim)
+        assert shifted.hopper
+        assert not shifted.bias_copied
+        assert "read where they lie" in shifted.why
+    # Backward, other kernels serve a bias above 128.
+    wide = found(shifted=True, head_dim=192)
+    assert wide.hopper != backward
+    assert wide.bias_copied
+    assert "a dense bias in float32" in found(shifted=True, bias_dtype=FLOAT).why
+    with pytest.raises(ValueError, match="shifted: a call has one bias, and key_bias is one"):
+        found(key_bias=True, shifted=True)
+
+
 def test_portable_kernels_hold_relative_biases_as_float32() -> None:
     for backward in (False, True):
         options: dict[str, Any] = {"backward": backward, "major": 8}

@@ -51,17 +51,28 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     params.block_mask.words = &words;
   }
   if (call["has_bias"] != 0) {
-    params.bias = contiguous(params.heads, params.queries, params.keys);
-    params.bias.batch_stride = 0;
+    const bool is_of_keys = call["is_of_keys"] != 0, is_shifted = call["is_shifted"] != 0;
+    const int distances = params.queries + params.keys - 1;
+    params.bias = contiguous(params.heads, is_of_keys ? 1 : params.queries,
+                             is_shifted ? distances : params.keys);
+    int64_t entries = params.heads * params.bias.head_stride;
+    if (is_shifted) {  // the last query begins with the first of its scores
+      params.batches_per_bias = Divider(1);
+      params.bias.query_stride = distances - 1;
+      entries *= params.batches;
+    } else {
+      params.bias.batch_stride = 0;
+    }
+    if (is_of_keys) params.bias.query_stride = 0;
     params.bias.data = &given;
     params.bias.type = call["has_float_bias"] != 0 ? DType::kFloat32 : params.query.type;
     params.bias.last_whole_row =
-        reinterpret_cast<uintptr_t>(&given) +
-        size_of(params.bias.type) * params.heads * params.queries * params.keys;
+        reinterpret_cast<uintptr_t>(&given) + size_of(params.bias.type) * entries;
     params.is_relative = call["is_relative"] != 0;
     if (params.is_relative) params.bias.query_stride = -1;  // entries follow key - query
     if (call["has_bias_gradient"] != 0)
-      params.bias_gradient_kind = bias_gradient_kind(params, params.queries, params.keys);
+      params.bias_gradient_kind =
+          bias_gradient_kind(params, is_of_keys ? 1 : params.queries, params.keys);
   }
 
   Device device;
@@ -76,7 +87,8 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     auto plan = make_plan();
     const int64_t pitch = round_up<int64_t>(params.keys, 16 / size_of(params.bias.type));
     const bool copies = params.bias.data != nullptr && !params.is_relative &&
-                        !plan.reads_bias_in_place && params.bias.query_stride != pitch;
+                        !is_shared_by_queries(params) && !plan.reads_bias_in_place &&
+                        params.bias.query_stride != pitch;
     add("copies_bias", copies ? 1 : 0);
     if (!copies) return plan;
     params.bias.query_stride = pitch;

@@ -97,6 +97,8 @@ def explain_attention(
     masked: bool = False,
     bias: bool = False,
     relative: bool = False,
+    key_bias: bool = False,
+    shifted: bool = False,
     bias_dtype: torch.dtype | None = None,
     bias_gradient: bool = False,
     softcap: bool = False,
@@ -116,7 +118,9 @@ def explain_attention(
         masked: with a bool mask, [batches, 1, queries, keys].
         bias: with a bias [1, heads, queries, keys], contiguous.
         relative: with a `RelativeBias` whose table is [heads, queries + keys - 1].
-        bias_dtype: of the bias or its table, `dtype` or float32. Default: `dtype`.
+        key_bias: with a bias [1, heads, 1, keys], such as ALiBi.
+        shifted: with a `ShiftedBias` of scores [batches, heads, queries, queries + keys - 1].
+        bias_dtype: of the bias, its table or its scores, `dtype` or float32. Default: `dtype`.
         bias_gradient: the backward pass computes that of the bias.
         softcap: with a softcap.
         backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
@@ -136,8 +140,10 @@ def explain_attention(
     counts = {"batches": batches, "heads": heads, "queries": queries, "head_dim": head_dim}
     counts |= {"keys": keys, "key_heads": key_heads, "value_dim": value_dim}
     limits = window_of(causal, window)
-    if bias and relative:
-        raise ValueError("relative: a call has one bias")
+    biases = {"bias": bias, "relative": relative, "key_bias": key_bias, "shifted": shifted}
+    given = [name for name, is_given in biases.items() if is_given]
+    if len(given) > 1:
+        raise ValueError(f"{given[1]}: a call has one bias, and {given[0]} is one")
     least = kernel_limits().attention["kLeastMajor"]
     device = device_of(gpu, multiprocessors, None, shared_bytes, major)
     if device.major < least:
@@ -145,7 +151,7 @@ def explain_attention(
             f"major: expected at least {least}, the first with kernels, got {device.major}, of "
             f"{device.name}: attention runs in plain torch there"
         )
-    has_bias = bias or relative
+    has_bias = len(given) > 0
     bias_dtype = bias_dtype or dtype
     is_stray = bias_gradient and not (backward and has_bias)
     _check(counts, limits, is_stray, dtype, bias_dtype)
@@ -162,6 +168,8 @@ def explain_attention(
         has_float_bias=bias_dtype == torch.float32,
         has_bias_gradient=bias_gradient,
         is_relative=relative,
+        is_of_keys=key_bias,
+        is_shifted=shifted,
         is_backward=backward,
         multiprocessors=device.multiprocessors,
         major=device.major,
@@ -176,15 +184,18 @@ def explain_attention(
     query_bytes, output_bytes = rows * head_dim * size, rows * value_dim * size
     key_value_bytes = batches * key_heads * keys * (head_dim + value_dim) * size
     bias_size = bias_dtype.itemsize
-    bias_bytes = heads * visible_entries(limits, queries, keys) * bias_size if bias else 0
-    table_bytes = heads * (queries + keys - 1) * bias_size if relative else 0
+    of_pairs = (batches if shifted else 1) * heads if bias or shifted else 0
+    bias_bytes = of_pairs * visible_entries(limits, queries, keys) * bias_size
+    of_head = queries + keys - 1 if relative else keys if key_bias else 0
+    table_bytes = heads * of_head * bias_size
     mask_bytes = batches * visible_entries(limits, queries, keys) if masked else 0
     read = query_bytes + key_value_bytes + bias_bytes + table_bytes + mask_bytes
     statistics_bytes = rows * _STATISTICS_BYTES
     if backward:
         read += 2 * output_bytes + statistics_bytes  # the output and its gradient
         written = query_bytes + key_value_bytes
-        written += heads * queries * keys * bias_size if bias and bias_gradient else 0
+        # The launch that moves the gradient of shifted scores is not counted.
+        written += of_pairs * queries * keys * bias_size if bias_gradient else 0
         written += table_bytes if bias_gradient else 0
         flops = 2 * pairs * (3 * head_dim + 2 * value_dim)
     else:
@@ -247,13 +258,15 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
     if plan.is_hopper:
         reasons += ["compute capability 9.0: Hopper's own kernels"]
     elif call.major == limits["kHopperMajor"] and kernel != "decode" and not plan.is_small:
-        is_dense = call.has_bias and not call.is_relative
+        is_dense = call.has_bias and not (call.is_relative or call.is_of_keys)
         if call.is_float:
             refused = "float32"
         elif call.has_softcap and call.has_bias:
             refused = "a softcap beside a bias"
         elif is_dense and call.has_float_bias:
             refused = "a dense bias in float32"
+        elif call.is_of_keys and call.has_mask:
+            refused = "a bias of keys beside a mask of pairs"
         elif head_dim <= limits["kSmallHeadDim"]:
             least = f"{limits['kFilledPercent']}% of their tiles"
             refused = f"a head dimension of {head_dim} where it fills less than {least}"
@@ -267,6 +280,10 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
         held = f"{plan.tile_head_dim} and {plan.tile_value_dim} of values"
         held += f" hold {call.head_dim} and {call.value_dim}"
     reasons += [f"tiles for head dimensions up to {held}"]
+    if call.is_of_keys and plan.is_hopper:
+        reasons += ["the bias of keys joins the kernels for a mask of keys"]
+    if call.is_shifted and not plan.copies_bias:
+        reasons += ["shifted scores are read where they lie, by rows that begin anywhere"]
     if plan.copies_bias:
         reasons += ["a copy of the bias first, whose rows begin at multiples of 16 bytes"]
     return "; ".join(reasons)
