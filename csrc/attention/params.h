@@ -182,6 +182,8 @@ struct alignas(16) PairOfRows {
 // The roundings of such an offset and of the factor of scores are at most 2.5e-4 of a weight
 // together, half of what rounding to float16 is.
 inline constexpr float kMostOffset = 4096;
+// Up to such a bias of a key, what rounds in its difference from an offset does not show either.
+inline constexpr float kMostKeyBias = 256;
 // The most queries of a tile whose kernel reads pairs.
 inline constexpr int kQueriesOfPairs = 128;
 

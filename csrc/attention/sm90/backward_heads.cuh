@@ -35,6 +35,7 @@ struct HopperHeadsMemory {
   static constexpr int kPanels = kKeys / 64, kPanelBytes = kQueries * 128;
   static constexpr int kScoreBytes = kPanels * kPanelBytes;
   static constexpr int kKeyBytes = kKeys * kRowBytes, kQueryBytes = kQueries * kRowBytes;
+  static_assert(kQueriesOfPairs % kQueries == 0 && kQueries / 2 == 32);  // a lane votes on a pair
   static constexpr int kPairsBytes = kQueries / 2 * static_cast<int>(sizeof(PairOfRows));
   static constexpr int kRowsBytes =
       kPairsBytes + kQueries * static_cast<int>(sizeof(RowOfBackward));

@@ -131,9 +131,9 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       memory.bits(warpgroup).make(Dropping<true>(params, batch, tiles.head), tiles.query, group_key,
                                   warp_in_group);
   };
-  // Products leave little of the bandwidth of shared memory. So the rows of the first columns are
-  // loaded before weights are made, if registers have room: in a tile of 64 queries before products
-  // start, else while they run.
+  // Products leave little of the bandwidth of shared memory. So the offsets of the first columns
+  // are loaded before weights are made, if registers have room: in a tile of 64 queries before
+  // products start, else while they run.
   constexpr int kEightsAhead = is_bias(kBias) || kHasSoftcap ? 0 : kIsUnmasked ? 7 : 4;
   PairOfRows ahead[std::max(kEightsAhead, 1)];
   // Of this lane's two columns of 8: the offsets, and the deltas.
@@ -181,9 +181,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   const bool sums_keys = has_key_bias && params.bias_gradient_kind == BiasGradient::kKeys;
   [[maybe_unused]] int head_of_bias = -1;
   [[maybe_unused]] float key_bias[2], key_sums[2];
-  // Whether all biases of this warp's keys are at most kMostKeyBias or -infinity. Then what rounds
-  // in the difference of a bias and an offset does not show.
-  constexpr float kMostKeyBias = 256;
+  // Whether all biases of this warp's keys are at most kMostKeyBias or -infinity.
   [[maybe_unused]] bool is_key_bias_small = true;
   const auto end_head = [&] {
     if (!sums_keys || head_of_bias < 0) return;
