@@ -150,6 +150,9 @@ struct AttentionHopperBackwardTile {
   int head_dim, value_dim;
   int queries;
   int copier_registers, registers;
+  // Columns of keys and values, 16 a step, that registers hold, so that products need not read them
+  // from shared memory.
+  int held_keys, held_values;
   static constexpr int warpgroups = 2;
 
   constexpr bool takes_softcap() const { return has_softcap_kernels(head_dim, value_dim); }
@@ -166,6 +169,8 @@ struct AttentionHopperBackwardTile {
       tile.copier_registers = 40;
       tile.registers = 232;
     }
+    tile.held_keys = 0;
+    if (head_dim == 64 || is_table) tile.held_values = 0;
     return tile;
   }
   // Warps of the copying warpgroup bring rows that begin anywhere to their tile, and need more.
@@ -173,6 +178,7 @@ struct AttentionHopperBackwardTile {
     AttentionHopperBackwardTile tile = *this;
     tile.copier_registers = head_dim > 64 ? 40 : 56;
     tile.registers = head_dim > 64 ? 232 : 224;
+    tile.held_keys = tile.held_values = 0;
     return tile;
   }
 };
@@ -183,16 +189,16 @@ inline constexpr int kMaxBiasCluster = 8;
 // 128 cuDNN has 457 and 605.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
-    // dims (head, value), queries, registers (that copies, others)
-    {           32,    32,     128,  24, 240},
-    {           48,    48,     128,  24, 240},
-    {           64,    64,     128,  24, 240},  // 475
-    {           80,    80,      64,  24, 240},
-    {           96,    96,      64,  24, 240},
-    {          128,   128,      64,  24, 240},  // 590
-    {          192,   128,      64,  72, 216},
-    {          192,   192,      64,  72, 216},
-    {          256,   256,      64,  72, 216},
+    // dims (head, value), queries, registers (that copies, others), held (keys, values)
+    {           32,    32,     128,  24, 240,                               0,      0},
+    {           48,    48,     128,  24, 240,                               3,      3},
+    {           64,    64,     128,  24, 240,                               0,      4},  // 475
+    {           80,    80,      64,  24, 240,                               2,      5},
+    {           96,    96,      64,  24, 240,                               2,      6},
+    {          128,   128,      64,  24, 240,                               0,      0},  // 590
+    {          192,   128,      64,  72, 216,                               0,      0},
+    {          192,   192,      64,  72, 216,                               0,      0},
+    {          256,   256,      64,  72, 216,                               0,      0},
 };
 // clang-format on
 

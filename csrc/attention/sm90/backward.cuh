@@ -63,7 +63,13 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     return;
   }
   take_registers<Memory::kTile.registers>();
-  Roles::template multiply<kHasTurns>(params, maps, memory, bias_sums, block, warpgroup);
+  // Two copies of a kernel with dropout would not fit into the cache of instructions.
+  constexpr int kFirst = Memory::sum_columns(0), kLast = Memory::sum_columns(Memory::kPanels - 1);
+  if (kFirst == kLast || kMask == HopperMask::kAny || warpgroup < Memory::kQueryPanels) {
+    Roles::template multiply<kHasTurns, kFirst>(params, maps, memory, bias_sums, block, warpgroup);
+  } else {
+    Roles::template multiply<kHasTurns, kLast>(params, maps, memory, bias_sums, block, warpgroup);
+  }
 #endif
 }
 

@@ -4,6 +4,8 @@
 
 #include <cuda.h>
 
+#include <algorithm>
+
 #include "../../common/ptx.cuh"
 
 namespace megasoftmax {
@@ -318,7 +320,8 @@ __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
 #define MEGASOFTMAX_8(d, n) MEGASOFTMAX_4(d, n), MEGASOFTMAX_4(d, n + 1)
 #define MEGASOFTMAX_16(d, n) MEGASOFTMAX_8(d, n), MEGASOFTMAX_8(d, n + 2)
 #define MEGASOFTMAX_32(d, n) MEGASOFTMAX_16(d, n), MEGASOFTMAX_16(d, n + 4)
-#define MEGASOFTMAX_TO_15 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define MEGASOFTMAX_TO_7 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define MEGASOFTMAX_TO_15 MEGASOFTMAX_TO_7 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define MEGASOFTMAX_TO_23 MEGASOFTMAX_TO_15 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define MEGASOFTMAX_TO_31 MEGASOFTMAX_TO_23 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define MEGASOFTMAX_TO_39 MEGASOFTMAX_TO_31 ", %32, %33, %34, %35, %36, %37, %38, %39"
@@ -343,7 +346,7 @@ __device__ inline uint64_t moved(uint64_t matrix, int bytes) {
 template <class T, bool kIsTransposed = false, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t a, uint64_t b,
                                               int is_sum) {
-  static_assert(kN == 4 || kN == 8 || kN == 16);
+  static_assert(kN == 2 || kN == 4 || kN == 6 || kN == 8 || kN == 16);
 #define MEGASOFTMAX_PRODUCT(type, columns, registers, first, second, third, fourth, ...)  \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %" #third                                   \
                ", 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type \
@@ -351,8 +354,13 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t 
                : __VA_ARGS__                                                              \
                : "l"(a), "l"(b), "r"(is_sum), "n"(kIsTransposed))
 #define MEGASOFTMAX_PRODUCTS(type)                                                                \
+  if constexpr (kN == 2)                                                                          \
+    MEGASOFTMAX_PRODUCT(type, 16, MEGASOFTMAX_TO_7, 8, 9, 10, 11, MEGASOFTMAX_8(results, 0));     \
   if constexpr (kN == 4)                                                                          \
     MEGASOFTMAX_PRODUCT(type, 32, MEGASOFTMAX_TO_15, 16, 17, 18, 19, MEGASOFTMAX_16(results, 0)); \
+  if constexpr (kN == 6)                                                                          \
+    MEGASOFTMAX_PRODUCT(type, 48, MEGASOFTMAX_TO_23, 24, 25, 26, 27, MEGASOFTMAX_16(results, 0),  \
+                        MEGASOFTMAX_8(results, 4));                                               \
   if constexpr (kN == 8)                                                                          \
     MEGASOFTMAX_PRODUCT(type, 64, MEGASOFTMAX_TO_31, 32, 33, 34, 35, MEGASOFTMAX_32(results, 0)); \
   if constexpr (kN == 16)                                                                         \
@@ -367,61 +375,48 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], uint64_t 
 #undef MEGASOFTMAX_PRODUCT
 }
 
-// Starts results = a b^T: a 64 rows, b kN * 8 rows, both with kColumns columns in panels of so many
-// bytes.
-template <class T, int kColumns, int kN>
-__device__ __forceinline__ void start_product_of_rows(float (&results)[kN][4], uint64_t a,
-                                                      int panel_bytes_of_a, uint64_t b,
-                                                      int panel_bytes_of_b) {
-#pragma unroll
-  for (int step = 0; step < kColumns / 16; ++step) {
-    const int panel = step / 4, offset = step % 4 * 32;
-    start_product<T>(results, moved(a, panel * panel_bytes_of_a + offset),
-                     moved(b, panel * panel_bytes_of_b + offset), step > 0);
-  }
-}
-
-// Starts results += a b: a 64 x 16 in registers, b 16 rows and kN * 8 columns. The last panel of b
-// may be used in part.
-template <class T, int kN>
+// Starts results = a b, or += if is_sum: a 64 x 16 in registers, b 16 rows and kN * 8 columns. The
+// last panel of b may be used in part. If not kIsTransposed, b has kN * 8 rows and 16 columns.
+template <class T, bool kIsTransposed = true, int kN>
 __device__ __forceinline__ void start_product(float (&results)[kN][4], const uint32_t (&a)[4],
-                                              uint64_t b) {
+                                              uint64_t b, int is_sum = 1) {
   static_assert(kN == 4 || kN == 6 || kN == 8 || kN == 10 || kN == 12 || kN == 16 || kN == 24 ||
                 kN == 32);
-#define MEGASOFTMAX_PRODUCT(type, columns, registers, a0, a1, a2, a3, second, ...)     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type   \
-               " {" registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #second \
-               ", 1, 1, 1, 1;"                                                         \
-               : __VA_ARGS__                                                           \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define MEGASOFTMAX_PRODUCTS(type)                                               \
-  if constexpr (kN == 4)                                                         \
-    MEGASOFTMAX_PRODUCT(type, 32, MEGASOFTMAX_TO_15, 16, 17, 18, 19, 20,         \
-                        MEGASOFTMAX_16(results, 0));                             \
-  if constexpr (kN == 6)                                                         \
-    MEGASOFTMAX_PRODUCT(type, 48, MEGASOFTMAX_TO_23, 24, 25, 26, 27, 28,         \
-                        MEGASOFTMAX_8(results, 0), MEGASOFTMAX_8(results, 2),    \
-                        MEGASOFTMAX_8(results, 4));                              \
-  if constexpr (kN == 8)                                                         \
-    MEGASOFTMAX_PRODUCT(type, 64, MEGASOFTMAX_TO_31, 32, 33, 34, 35, 36,         \
-                        MEGASOFTMAX_32(results, 0));                             \
-  if constexpr (kN == 10)                                                        \
-    MEGASOFTMAX_PRODUCT(type, 80, MEGASOFTMAX_TO_39, 40, 41, 42, 43, 44,         \
-                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_8(results, 8));  \
-  if constexpr (kN == 12)                                                        \
-    MEGASOFTMAX_PRODUCT(type, 96, MEGASOFTMAX_TO_47, 48, 49, 50, 51, 52,         \
-                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_8(results, 8),   \
-                        MEGASOFTMAX_8(results, 10));                             \
-  if constexpr (kN == 16)                                                        \
-    MEGASOFTMAX_PRODUCT(type, 128, MEGASOFTMAX_TO_63, 64, 65, 66, 67, 68,        \
-                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_32(results, 8)); \
-  if constexpr (kN == 24)                                                        \
-    MEGASOFTMAX_PRODUCT(type, 192, MEGASOFTMAX_TO_95, 96, 97, 98, 99, 100,       \
-                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_32(results, 8),  \
-                        MEGASOFTMAX_32(results, 16));                            \
-  if constexpr (kN == 32)                                                        \
-  MEGASOFTMAX_PRODUCT(type, 256, MEGASOFTMAX_TO_127, 128, 129, 130, 131, 132,    \
-                      MEGASOFTMAX_32(results, 0), MEGASOFTMAX_32(results, 8),    \
+#define MEGASOFTMAX_PRODUCT(type, columns, registers, a0, a1, a2, a3, second, third, fourth, ...) \
+  asm volatile(                                                                                   \
+      "{.reg .pred p; setp.ne.b32 p, %" #third ", 0; wgmma.mma_async.sync.aligned.m64n" #columns  \
+      "k16.f32." type "." type " {" registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3           \
+      "}, %" #second ", p, 1, 1, %" #fourth ";}"                                                  \
+      : __VA_ARGS__                                                                               \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_sum), "n"(kIsTransposed))
+#define MEGASOFTMAX_PRODUCTS(type)                                                      \
+  if constexpr (kN == 4)                                                                \
+    MEGASOFTMAX_PRODUCT(type, 32, MEGASOFTMAX_TO_15, 16, 17, 18, 19, 20, 21, 22,        \
+                        MEGASOFTMAX_16(results, 0));                                    \
+  if constexpr (kN == 6)                                                                \
+    MEGASOFTMAX_PRODUCT(type, 48, MEGASOFTMAX_TO_23, 24, 25, 26, 27, 28, 29, 30,        \
+                        MEGASOFTMAX_8(results, 0), MEGASOFTMAX_8(results, 2),           \
+                        MEGASOFTMAX_8(results, 4));                                     \
+  if constexpr (kN == 8)                                                                \
+    MEGASOFTMAX_PRODUCT(type, 64, MEGASOFTMAX_TO_31, 32, 33, 34, 35, 36, 37, 38,        \
+                        MEGASOFTMAX_32(results, 0));                                    \
+  if constexpr (kN == 10)                                                               \
+    MEGASOFTMAX_PRODUCT(type, 80, MEGASOFTMAX_TO_39, 40, 41, 42, 43, 44, 45, 46,        \
+                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_8(results, 8));         \
+  if constexpr (kN == 12)                                                               \
+    MEGASOFTMAX_PRODUCT(type, 96, MEGASOFTMAX_TO_47, 48, 49, 50, 51, 52, 53, 54,        \
+                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_8(results, 8),          \
+                        MEGASOFTMAX_8(results, 10));                                    \
+  if constexpr (kN == 16)                                                               \
+    MEGASOFTMAX_PRODUCT(type, 128, MEGASOFTMAX_TO_63, 64, 65, 66, 67, 68, 69, 70,       \
+                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_32(results, 8));        \
+  if constexpr (kN == 24)                                                               \
+    MEGASOFTMAX_PRODUCT(type, 192, MEGASOFTMAX_TO_95, 96, 97, 98, 99, 100, 101, 102,    \
+                        MEGASOFTMAX_32(results, 0), MEGASOFTMAX_32(results, 8),         \
+                        MEGASOFTMAX_32(results, 16));                                   \
+  if constexpr (kN == 32)                                                               \
+  MEGASOFTMAX_PRODUCT(type, 256, MEGASOFTMAX_TO_127, 128, 129, 130, 131, 132, 133, 134, \
+                      MEGASOFTMAX_32(results, 0), MEGASOFTMAX_32(results, 8),           \
                       MEGASOFTMAX_32(results, 16), MEGASOFTMAX_32(results, 24))
   if constexpr (std::is_same_v<T, __half>) {
     MEGASOFTMAX_PRODUCTS("f16");
@@ -430,6 +425,38 @@ __device__ __forceinline__ void start_product(float (&results)[kN][4], const uin
   }
 #undef MEGASOFTMAX_PRODUCTS
 #undef MEGASOFTMAX_PRODUCT
+}
+
+// The first columns of 64 rows, 16 a step, in registers of a warpgroup.
+template <int kSteps>
+struct HeldColumns {
+  uint32_t steps[std::max(kSteps, 1)][4];
+};
+
+// Starts results = a b^T: a 64 rows, b kN * 8 rows, both with kColumns columns in panels of so many
+// bytes. Of columns that registers hold, a is not read.
+template <class T, int kColumns, int kN, int kHeld>
+__device__ __forceinline__ void start_product_of_rows(float (&results)[kN][4],
+                                                      const HeldColumns<kHeld>& held, uint64_t a,
+                                                      int panel_bytes_of_a, uint64_t b,
+                                                      int panel_bytes_of_b) {
+#pragma unroll
+  for (int step = 0; step < kColumns / 16; ++step) {
+    const int panel = step / 4, offset = step % 4 * 32;
+    const uint64_t columns = moved(b, panel * panel_bytes_of_b + offset);
+    if (step < kHeld) {
+      start_product<T, false>(results, held.steps[step], columns, step > 0);
+    } else {
+      start_product<T>(results, moved(a, panel * panel_bytes_of_a + offset), columns, step > 0);
+    }
+  }
+}
+template <class T, int kColumns, int kN>
+__device__ __forceinline__ void start_product_of_rows(float (&results)[kN][4], uint64_t a,
+                                                      int panel_bytes_of_a, uint64_t b,
+                                                      int panel_bytes_of_b) {
+  start_product_of_rows<T, kColumns>(results, HeldColumns<0>(), a, panel_bytes_of_a, b,
+                                     panel_bytes_of_b);
 }
 
 // Starts results += a b: a 64 x 16 * kSteps in registers, b with rows of kRowBytes bytes.

@@ -37,7 +37,8 @@ struct HopperBackward {
                                                   const Block& block);
   __device__ static void place_rows_anywhere(const AttentionBackwardParams& params,
                                              const Memory& memory, const Block& block);
-  template <bool kHasTurns>
+  // kSumColumns: of dQ, which this warpgroup makes.
+  template <bool kHasTurns, int kSumColumns>
   __device__ static void multiply(const AttentionBackwardParams& params,
                                   const BackwardTensorMaps& maps, const Memory& memory,
                                   const BiasGradientSums<kBias>& bias_sums, const Block& block,

@@ -51,8 +51,8 @@ struct HopperBackwardMemory {
   static_assert(kQueriesOfPairs % kQueries == 0);
   static_assert(takes_bias(kTile, kBias));
   static_assert(shares_registers(kTile));
-  // A warpgroup computes 64 rows and kSumColumns columns of dQ.
-  static constexpr int kSumColumns = kDim <= 32 ? 32 : 64;
+  // A warpgroup computes 64 rows of dQ, and these columns of panel `panel` of 64.
+  static constexpr int sum_columns(int panel) { return std::min(64, kDim - 64 * panel); }
   static_assert(kPanels * kQueryPanels == kWarpgroups);
   // The second warpgroup is behind the first, so that one has products while the other makes
   // weights. Neither waits for gradients of scores of the other: dQ of a step, which takes all of

@@ -17,7 +17,7 @@
 namespace megasoftmax {
 
 template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
-template <bool kHasTurns>
+template <bool kHasTurns, int kSumColumns>
 __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multiply(
     const AttentionBackwardParams& params, const BackwardTensorMaps& maps, const Memory& memory,
     const BiasGradientSums<kBias>& bias_sums, const Block& block, int warpgroup) {
@@ -47,12 +47,23 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   constexpr bool kIsLate = kHasSoftcap && kQueries > 64;
   uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
 
+  // With masks of pairs, ranges and dropout a head dimension of 64 lacks registers.
+  constexpr bool kHolds = !kHasSoftcap && (kIsUnmasked || kDim != 64);
+  HeldColumns<kHolds ? Memory::kTile.held_keys : 0> held_keys;
+  HeldColumns<kHolds ? Memory::kTile.held_values : 0> held_values;
+  const auto hold = [&]<int kSteps>(HeldColumns<kSteps>& held, uint32_t panels) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      FragmentsDown<Tile<T, kKeys, 64>>({panels + i / 4 * Memory::kKeyPanelBytes},
+                                        64 * warpgroup + 16 * warp_in_group)
+          .load(held.steps[i], 0, i % 4 * 16);
+  };
   // Starts products of this warpgroup's keys with queries, and of its values with gradients of
   // outputs.
   const auto start_scores = [&](uint32_t queries) {
     const uint32_t keys = memory.keys() + warpgroup * 64 * 128;
     begin_products();
-    start_product_of_rows<T, kDim>(weights, matrix_at(keys, 16), Memory::kKeyPanelBytes,
+    start_product_of_rows<T, kDim>(weights, held_keys, matrix_at(keys, 16), Memory::kKeyPanelBytes,
                                    matrix_at(queries, 16), Memory::kQueryPanelBytes);
     end_products();
   };
@@ -60,8 +71,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     const uint32_t values = memory.values() + warpgroup * 64 * 128;
     begin_products();
     start_product_of_rows<T, Memory::kValueDim>(
-        gradients, matrix_at(values, 16), Memory::kKeyPanelBytes, matrix_at(output_gradients, 16),
-        Memory::kQueryPanelBytes);
+        gradients, held_values, matrix_at(values, 16), Memory::kKeyPanelBytes,
+        matrix_at(output_gradients, 16), Memory::kQueryPanelBytes);
     end_products();
   };
   const auto start_value_gradient = [&](uint32_t output_gradients) {
@@ -76,7 +87,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
                              matrix_at(queries, Memory::kQueryPanelBytes));
     end_products();
   };
-  const auto start_query_gradient = [&](float (&sum)[Memory::kSumColumns / 8][4], uint32_t scores) {
+  const auto start_query_gradient = [&](float (&sum)[kSumColumns / 8][4], uint32_t scores) {
     const uint64_t a = matrix_at(scores + query_panel * 64 * 128, 16),
                    b = matrix_at(memory.keys() + column_panel * Memory::kKeyPanelBytes, 16);
     begin_products();
@@ -134,7 +145,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   // Products leave little of the bandwidth of shared memory. So the offsets of the first columns
   // are loaded before weights are made, if registers have room: in a tile of 64 queries before
   // products start, else while they run.
-  constexpr int kEightsAhead = is_bias(kBias) || kHasSoftcap ? 0 : kIsUnmasked ? 7 : 4;
+  constexpr int kEightsAhead = is_bias(kBias) || kHasSoftcap ? 0 : 3;
   PairOfRows ahead[std::max(kEightsAhead, 1)];
   // Of this lane's two columns of 8: the offsets, and the deltas.
   const auto load_offsets = [&](int stage) {
@@ -371,6 +382,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   if (exchanges_bits) sync_warpgroup(warpgroup);
   memory.keys_are_there().wait(0);
   if (kMasksKeys && tiles.are_left()) clear_masked();
+  hold(held_keys, memory.keys());
+  hold(held_values, memory.values());
   int step = 0;
   [[maybe_unused]] uint32_t* taken = nullptr;  // the turn of the step before
   const auto end_turn = [&] {
@@ -383,7 +396,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   // run.
   const auto add_query_gradient = [&](int step, int head, int query, auto&& start_others) {
     if constexpr (kIsStaggered) memory.gradients_are_there(step % 2).wait(step / 2 & 1);
-    float query_gradient[Memory::kSumColumns / 8][4];
+    float query_gradient[kSumColumns / 8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_others();
     if constexpr (kHasTurns) {  // while products run, and by two warps
@@ -403,20 +416,17 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
       sync_warpgroup(warpgroup);  // the place of the sums is free
     }
 #pragma unroll
-    for (int side = 0; side < Memory::kSumColumns / 32; ++side)
+    for (int side = 0; side < divide_up(kSumColumns, 32); ++side)
       store_sums(sums + side * Memory::kSumPanelBytes, query_gradient, side);
     publish_writes();
     sync_warpgroup(warpgroup);
     if (!is_first_of_group) return;
     if (kHasTurns) publish_writes_to_others();
 #pragma unroll
-    for (int side = 0; side < Memory::kSumColumns / 32; ++side) {
-      const int column = 64 * column_panel + 32 * side;
-      if (column < kDim)
-        start_sum_of_box(maps.query_gradient_sum,
-                         memory.sums(warpgroup) + side * Memory::kSumPanelBytes, column,
-                         query + 64 * query_panel, head, batch);
-    }
+    for (int side = 0; side < divide_up(kSumColumns, 32); ++side)
+      start_sum_of_box(maps.query_gradient_sum,
+                       memory.sums(warpgroup) + side * Memory::kSumPanelBytes,
+                       64 * column_panel + 32 * side, query + 64 * query_panel, head, batch);
     end_stores();
   };
   [[maybe_unused]] int head_before = 0, query_before = 0;

@@ -8,21 +8,22 @@
 namespace megasoftmax {
 
 // Writes columns 32 * side and on of 64 rows of results of a warpgroup to a panel of 32 columns,
-// swizzled as tensor copies read it.
+// swizzled as tensor copies read it. If only 16 columns are left, the others keep what was there.
 template <int kN>
 __device__ __forceinline__ void store_sums(char* panel, const float (&results)[kN][4], int side) {
   const FirstElement mine;
   const int warp = thread_index_anew() / 32 % 4;
   // Odd rows take columns in another order, 16 apart. Otherwise two rows would meet in one bank.
-  const bool is_odd = mine.row % 2 != 0;
+  const int columns = std::min(4, kN - 4 * side);  // eights of them
+  const bool is_odd = mine.row % 2 != 0 && columns == 4;
   const int vector = (is_odd ? 4 : 0) ^ mine.column / 4 ^ mine.row;
   const int first = (warp * 16 + mine.row) * 128 + vector * 16 + mine.column % 4 * 4;
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
+  for (int n = 0; n < columns; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto result = [&](int i) {
-        return is_odd ? results[4 * side + (n ^ 2)][2 * half + i]
+        return is_odd ? results[4 * side + (n ^ 2) % columns][2 * half + i]
                       : results[4 * side + n][2 * half + i];
       };
       *reinterpret_cast<float2*>(panel + (first ^ n * 32) + half * 1024) =
