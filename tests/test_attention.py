@@ -773,7 +773,10 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
 
 
 @gpu
-@pytest.mark.parametrize("masking", ["none", "keys", "pairs", "window", "ranges", "dropout"])
+@pytest.mark.parametrize(
+    "masking", ["none", "causal", "keys", "pairs", "window", "ranges", "dropout"]
+)
+@pytest.mark.parametrize("bias_of", ["nothing", "keys", "pairs"])
 @pytest.mark.parametrize(
     ("batch", "lengths", "dim"),
     [
@@ -788,20 +791,26 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
         (40, (130, 300), 128),
         (70, (100, 150), 256),
         (2, (200, 330), 32),  # a launch for gradients of queries
+        (2, (1500, 2000), 80),  # blocks wait for many others
     ],
 )
 def test_all_gradients_have_the_same_bits_in_deterministic_mode(
-    batch: int, lengths: tuple[int, int], dim: int, masking: str
+    batch: int, lengths: tuple[int, int], dim: int, bias_of: str, masking: str
 ) -> None:
     """Blocks of keys take turns: other bits would come from additions in another order."""
     queries, keys = lengths
     shape = {"batch": batch, "heads": (4, 2), "lengths": lengths, "dims": (dim, dim)}
     q, k, v = tensors("cuda", torch.bfloat16, **shape)
-    bias = normal(1, 4, *lengths, device="cuda", dtype=torch.bfloat16, seed=4)
+    rows = queries if bias_of == "pairs" else 1
+    bias = normal(1, 4, rows, keys, device="cuda", dtype=torch.bfloat16, seed=4)
     leaves = [each.requires_grad_() for each in (q, k, v, bias)]
+    if bias_of == "nothing":
+        leaves.pop()
+        bias = None
     first = torch.randint(-9, keys, (batch, 4, queries), device="cuda", dtype=torch.int32)
     options: dict[str, Any] = {
         "none": {},
+        "causal": {"causal": True},
         "keys": {"mask": coin(batch, 1, 1, keys, device="cuda")},
         "pairs": {"mask": coin(batch, 1, *lengths, device="cuda", odds=0.98)},
         "window": {"window": (90, 20)},

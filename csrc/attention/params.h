@@ -63,8 +63,8 @@ struct AttentionParams : LogitOptions {
   bool can_exclude = false;  // a row without a visible key is 0, else NaN
 
   // Backward, set by the launcher. takes_all_queries: a block of keys takes all tiles of queries,
-  // also those that see none of its keys. takes_turns: blocks wait for those with earlier keys, so
-  // the grid begins with the first keys of as many heads as blocks run at a time.
+  // also those that see none of its keys. takes_turns: blocks wait for those with later keys, so
+  // the grid begins with the last keys of many heads.
   bool takes_all_queries = false, takes_turns = false;
 
   // [3, batches, heads, queries]. 0: the largest logit, or a number less than 10 below it and 28
@@ -209,7 +209,7 @@ __host__ __device__ constexpr bool is_made_beside_keys(BiasGradient kind) {
 // How gradients of queries are summed over blocks of keys.
 enum class QueryGradient {
   kAdded,    // in any order, by atomics
-  kInTurns,  // in the order of the keys: blocks wait for each other
+  kInTurns,  // from the last keys to the first: blocks wait for each other
   kInOrder,  // in the order of the keys, by a launch of its own
   kWhole,    // one block has all keys
 };

@@ -1,7 +1,10 @@
 #pragma once
-// Turns of blocks that add to the same gradients of queries. The blocks of a tile of keys add when
-// those of the tile before are done, so sums have the same order each time. Blocks with earlier
-// keys have lower numbers and begin earlier.
+// Turns of blocks that add to the same gradients of queries, the one with the last keys first. So
+// sums have the same order each time. Blocks with later keys have lower numbers and begin earlier.
+//
+// With causality or a window a block begins with the queries at its own keys, which blocks with
+// later keys have as their first ones, too. In the order of the keys it would wait until blocks
+// with earlier keys are there.
 
 #include "exclusion.cuh"
 
@@ -51,12 +54,14 @@ __device__ __noinline__ int visible_steps_apart(const AttentionParams& params, i
   return visible_steps<kKeys, kQueries>(params, batch, head, query, begin, end);
 }
 
-// How many blocks of kKeys keys before `first_key` have a step for the tile of queries that begins
-// at `query`. QueryTiles decides which.
+// How many blocks of kKeys keys after those from `first_key` on have a step for the tile of queries
+// that begins at `query`. QueryTiles decides which.
 template <int kKeys, int kQueries, bool kIsUnmasked, bool kIsApart>
-__device__ __forceinline__ int steps_before(const AttentionParams& params, int batch, int head,
-                                            int query, int first_key) {
-  const int begin = visible_keys(params, query).begin / kKeys, end = first_key / kKeys;
+__device__ __forceinline__ int steps_after(const AttentionParams& params, int batch, int head,
+                                           int query, int first_key) {
+  const int last_query = min(query + kQueries, params.queries) - 1;
+  const int begin = first_key / kKeys + 1;
+  const int end = divide_up(visible_keys(params, last_query).end, kKeys);
   if (begin >= end) return 0;
   if (kIsUnmasked || params.block_mask.words == nullptr) return end - begin;
   return kIsApart ? visible_steps_apart<kKeys, kQueries>(params, batch, head, query, begin, end)

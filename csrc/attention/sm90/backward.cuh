@@ -46,13 +46,14 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   }
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
+  if (params.turns != nullptr) first_key = params.order.tiles - 1 - first_key;
   first_key *= Memory::kKeys;
-  using Roles = HopperBackward<T, kBias, kMask, kIndex>;
+  using Roles = HopperBackward<T, kBias, kMask, kHasTurns, kIndex>;
   typename Roles::Block block{first_key, key_head, batch, {params, batch, key_head, first_key}};
   if constexpr (Roles::kMasksKeys) {
     static_assert(Memory::kKeys == 2 * kMaskTile);
     const int tile = first_key / kMaskTile;
-    if (params.block_mask.words != nullptr && block.tiles.are_left() &&
+    if (params.block_mask.words != nullptr && params.turns == nullptr && block.tiles.are_left() &&
         !is_seen(params, batch, block.tiles.head, 0, tile) &&
         !is_seen(params, batch, block.tiles.head, 0, tile + 1))
       block.tiles.skip_all();
@@ -66,9 +67,9 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   // Two copies of a kernel with dropout would not fit into the cache of instructions.
   constexpr int kFirst = Memory::sum_columns(0), kLast = Memory::sum_columns(Memory::kPanels - 1);
   if (kFirst == kLast || kMask == HopperMask::kAny || warpgroup < Memory::kQueryPanels) {
-    Roles::template multiply<kHasTurns, kFirst>(params, maps, memory, bias_sums, block, warpgroup);
+    Roles::template multiply<kFirst>(params, maps, memory, bias_sums, block, warpgroup);
   } else {
-    Roles::template multiply<kHasTurns, kLast>(params, maps, memory, bias_sums, block, warpgroup);
+    Roles::template multiply<kLast>(params, maps, memory, bias_sums, block, warpgroup);
   }
 #endif
 }

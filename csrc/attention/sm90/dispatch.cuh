@@ -331,24 +331,28 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
                 make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
           }
         }
-        const auto launch_kernel = [&]<bool kHasTurns>() {
-          constexpr bool kHasKernel = !kHasTurns && kBias != HopperBias::kSoftcap;
-          constexpr HopperMask kKeyMask = kHasKernel ? HopperMask::kKeys : HopperMask::kAny;
-          constexpr HopperMask kMost = most_of_masks(kBias);
-          const HopperMask mask = hopper_mask(params);
-          return launch_with_maps(
-              mask == HopperMask::kNone
-                  ? hopper_backward_kernel<T, kBias, HopperMask::kNone, kIndex, kHasTurns>()
-              : mask == HopperMask::kKeys
-                  ? hopper_backward_kernel<T, kBias, kKeyMask, kIndex, kHasTurns>()
-                  : hopper_backward_kernel<T, kBias, kMost, kIndex, kHasTurns>(),
-              divide_up(params.keys, Memory::kKeys), params.key_heads, plan.blocks, cluster,
-              Memory::kThreads, Memory::kBytes, stream, params, maps);
+        const auto launch_kernel = [&]<HopperMask kMask, bool kHasTurns>() {
+          return launch_with_maps(hopper_backward_kernel<T, kBias, kMask, kIndex, kHasTurns>(),
+                                  divide_up(params.keys, Memory::kKeys), params.key_heads,
+                                  plan.blocks, cluster, Memory::kThreads, Memory::kBytes, stream,
+                                  params, maps);
         };
-        if constexpr (kBias != HopperBias::kRows) {
-          if (params.turns != nullptr) return launch_kernel.template operator()<true>();
+        const HopperMask mask = hopper_mask(params);
+        const auto launch_with_mask = [&]<HopperMask kMask>() {
+          // Other kernels take turns if there are some.
+          constexpr bool kHasOwn = is_bias(kBias) || kMask == HopperMask::kAny;
+          if constexpr (kHasOwn && kBias != HopperBias::kRows) {
+            if (params.turns != nullptr) return launch_kernel.template operator()<kMask, true>();
+          }
+          return launch_kernel.template operator()<kMask, false>();
+        };
+        if (mask == HopperMask::kNone)
+          return launch_with_mask.template operator()<HopperMask::kNone>();
+        if constexpr (kBias != HopperBias::kSoftcap) {
+          if (mask == HopperMask::kKeys)
+            return launch_kernel.template operator()<HopperMask::kKeys, false>();
         }
-        return launch_kernel.template operator()<false>();
+        return launch_with_mask.template operator()<most_of_masks(kBias)>();
       }
     });
   });

@@ -116,12 +116,13 @@ inline HopperMask hopper_mask(const AttentionForwardParams& params,
              ? HopperMask::kAny
              : mask;
 }
-// Backward, a block serves all heads that share its keys, so their mask must be the same. Turns and
-// softcaps have no kernels for it.
+// Backward, a block serves all heads that share its keys, so their mask must be the same. Softcaps,
+// and turns beside a bias of pairs, have no kernels for it.
 inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
   const HopperMask mask = hopper_mask(static_cast<const AttentionParams&>(params));
   const bool is_of_keys = params.heads_per_key_head.divisor == 1 || params.mask.head_stride == 0;
-  const bool has_kernel = params.turns == nullptr && !params.softcap.is_given();
+  const bool has_kernel =
+      !params.softcap.is_given() && (params.turns == nullptr || !is_bias(hopper_bias(params)));
   return mask == HopperMask::kKeys && !(is_of_keys && has_kernel) ? HopperMask::kAny : mask;
 }
 
@@ -407,9 +408,6 @@ struct Sm90 {
     const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[plan.tile];
     plan.query_gradient =
         query_gradient_kind(params, tile, device.multiprocessors, is_deterministic);
-    // Turns have no kernel for a bias of keys.
-    if (plan.query_gradient != QueryGradient::kAdded && hopper_bias(params) == HopperBias::kKeys)
-      return {};
     // dQ in order is made by portable kernels alone.
     if (plan.query_gradient == QueryGradient::kInOrder)
       return Sm80::plan(params, is_deterministic, device, QueryGradient::kInOrder);

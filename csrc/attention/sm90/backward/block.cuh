@@ -13,21 +13,25 @@ struct BlockOfKeys {
   Tiles tiles;
 };
 
-template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
+template <class T, HopperBias kBias, HopperMask kMask, bool kHasTurns, int kIndex>
 struct HopperBackward {
   static constexpr bool kMasksKeys = kMask == HopperMask::kKeys;
   // No masks, ranges or dropout are looked at. A mask of keys has code of its own.
   static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;
   using Memory = HopperBackwardMemory<kBias, kIndex>;
+  // Warps add dQ to the sums in global memory that warpgroups have made. With a bias they have
+  // other work. Beside masks of pairs, ranges and dropout the copying warp lacks registers then,
+  // so there they do it only for turns.
+  static constexpr bool kHasAddingWarps = !is_bias(kBias) && (kIsUnmasked || kHasTurns);
   static constexpr bool kHasTile = is_dense(kBias);
   static constexpr bool kHasTable = kBias == HopperBias::kTable;
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   using Block = BlockOfKeys<QueryTiles<kKeys, kQueries, kIsUnmasked>>;
 
-  // All work of a warp: of the copying warpgroup in copy.cuh, dense_bias_gradient.cuh and
-  // place_rows.cuh, of the others in products.cuh. Arguments are no members: with members in their
-  // place, ptxas spills more.
+  // All work of a warp: of the copying warpgroup in copy.cuh, add_query_gradients.cuh,
+  // dense_bias_gradient.cuh and place_rows.cuh, of the others in products.cuh. Arguments are no
+  // members: with members in their place, ptxas spills more.
   __device__ static void copy(const AttentionBackwardParams& params, const BackwardTensorMaps& maps,
                               const Memory& memory, const BiasGradientSums<kBias>& bias_sums,
                               const Block& block);
@@ -37,8 +41,11 @@ struct HopperBackward {
                                                   const Block& block);
   __device__ static void place_rows_anywhere(const AttentionBackwardParams& params,
                                              const Memory& memory, const Block& block);
+  __device__ static void add_query_gradients(const AttentionBackwardParams& params,
+                                             const BackwardTensorMaps& maps, const Memory& memory,
+                                             const Block& block);
   // kSumColumns: of dQ, which this warpgroup makes.
-  template <bool kHasTurns, int kSumColumns>
+  template <int kSumColumns>
   __device__ static void multiply(const AttentionBackwardParams& params,
                                   const BackwardTensorMaps& maps, const Memory& memory,
                                   const BiasGradientSums<kBias>& bias_sums, const Block& block,

@@ -7,6 +7,7 @@
 
 #include "../../exclusion.cuh"
 #include "../rows_anywhere.cuh"
+#include "add_query_gradients.cuh"
 #include "block.cuh"
 #include "dense_bias_gradient.cuh"
 #include "diagonal_sums.cuh"
@@ -15,8 +16,8 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
-__device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
+template <class T, HopperBias kBias, HopperMask kMask, bool kHasTurns, int kIndex>
+__device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::copy(
     const AttentionBackwardParams& params, const BackwardTensorMaps& maps, const Memory& memory,
     const BiasGradientSums<kBias>& bias_sums, const Block& block) {
   const int first_key = block.first_key, key_head = block.key_head, batch = block.batch;
@@ -120,6 +121,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::copy(
       if constexpr (Memory::kIsRows) place_rows_anywhere(params, memory, block);
       make_dense_bias_gradient(params, memory, bias_sums, block);
     }
+    if constexpr (kHasAddingWarps) add_query_gradients(params, maps, memory, block);
     return;
   }
   if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);

@@ -142,8 +142,9 @@ struct SumsOverBlocks {
   }
 };
 
-template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
-__device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::make_dense_bias_gradient(
+template <class T, HopperBias kBias, HopperMask kMask, bool kHasTurns, int kIndex>
+__device__ __forceinline__ void
+HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::make_dense_bias_gradient(
     const AttentionBackwardParams& params, const Memory& memory,
     const BiasGradientSums<kBias>& bias_sums, const Block& owned) {
   const int first_key = owned.first_key, key_head = owned.key_head, batch = owned.batch;

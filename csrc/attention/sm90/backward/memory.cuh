@@ -63,9 +63,9 @@ struct HopperBackwardMemory {
   // In this order: keys; values; queries and gradients of outputs of each stage; for two steps the
   // bias, later gradients of scores, in panels of 64 keys; sums of each warpgroup; pairs of rows of
   // each stage; what the mask excludes, and what queries see by range, of each stage; the table of
-  // each stage, and sums for its gradient; bits of each warpgroup for dropout; barriers. Clusters
-  // have no mask: its place has what other blocks send. At the end the results of each warpgroup
-  // take the place of its sums.
+  // each stage, and sums for its gradient; bits of each warpgroup for dropout; barriers; what the
+  // sums of each warpgroup belong to. Clusters have no mask: its place has what other blocks send.
+  // At the end the results of each warpgroup take the place of its sums.
   static constexpr int kKeyPanelBytes = kKeys * 128, kQueryPanelBytes = kQueries * 128;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
@@ -123,7 +123,9 @@ struct HopperBackwardMemory {
       kBitsAt + (kExchangesBits ? kWarpgroups * KeptBits::kBytes : 0);
   static constexpr int kScoreBarrier = 1 + 2 * kStages;
   static constexpr int kSentBarrier = kScoreBarrier + 7;
-  static constexpr int kBytes = kBarriersAt + 8 * (kSentBarrier + 2 * kSentParts);
+  static constexpr int kSumBarrier = kSentBarrier + 2 * kSentParts;
+  static constexpr int kTilesOfSumsAt = kBarriersAt + 8 * (kSumBarrier + 2 * kWarpgroups);
+  static constexpr int kBytes = kTilesOfSumsAt + 8 * kWarpgroups;
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
   // Warps that sum the gradient of a bias.
   static constexpr int kSummingWarps = kBias == HopperBias::kTable ? DiagonalSums::kWarps : 3;
@@ -141,6 +143,10 @@ struct HopperBackwardMemory {
   }
   __device__ static int2* ranges(char* memory, int stage) {
     return ranges_of_panels(memory, stage) + 2;
+  }
+  // The head and first query of the sums of a warpgroup; a head below 0 after the last ones.
+  __device__ static int2& tile_of_sums(char* memory, int warpgroup) {
+    return reinterpret_cast<int2*>(memory + kTilesOfSumsAt)[warpgroup];
   }
   // The bits of 64 queries of each of 64 keys.
   __device__ static uint2* masked(char* memory, int stage, int warpgroup, int panel) {
@@ -190,6 +196,12 @@ struct HopperBackwardMemory {
   __device__ Barrier sent_is_used(int part) const {
     return barrier(kSentBarrier + kSentParts + part);
   }
+  __device__ Barrier sums_are_there(int warpgroup) const {
+    return barrier(kSumBarrier + warpgroup);
+  }
+  __device__ Barrier sums_are_used(int warpgroup) const {
+    return barrier(kSumBarrier + kWarpgroups + warpgroup);
+  }
 
   // Called by one thread before others use the barriers.
   __device__ void init_barriers(const BiasGradientSums<kBias>& sums) const {
@@ -210,6 +222,10 @@ struct HopperBackwardMemory {
     for (int part = 0; part < kSentParts; ++part) {
       sent_is_there(part).init(1);
       sent_is_used(part).init(kIsRows ? 1 : kStoringWarps * sums.cluster);
+    }
+    for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
+      sums_are_there(warpgroup).init(4);
+      sums_are_used(warpgroup).init(1);
     }
     publish_barriers();
   }

@@ -8,8 +8,9 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
-__device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::place_rows_anywhere(
+template <class T, HopperBias kBias, HopperMask kMask, bool kHasTurns, int kIndex>
+__device__ __forceinline__ void
+HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::place_rows_anywhere(
     const AttentionBackwardParams& params, const Memory& memory, const Block& block) {
   using Panel = Tile<T, kQueries, 64>;
   constexpr int kRowBytes = RowsAnywhere::row_bytes(kKeys), kWarps = Memory::kPlacingWarps;

@@ -16,9 +16,9 @@
 
 namespace megasoftmax {
 
-template <class T, HopperBias kBias, HopperMask kMask, int kIndex>
-template <bool kHasTurns, int kSumColumns>
-__device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multiply(
+template <class T, HopperBias kBias, HopperMask kMask, bool kHasTurns, int kIndex>
+template <int kSumColumns>
+__device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::multiply(
     const AttentionBackwardParams& params, const BackwardTensorMaps& maps, const Memory& memory,
     const BiasGradientSums<kBias>& bias_sums, const Block& block, int warpgroup) {
   const int first_key = block.first_key, key_head = block.key_head, batch = block.batch;
@@ -385,9 +385,10 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
   hold(held_keys, memory.keys());
   hold(held_values, memory.values());
   int step = 0;
+  constexpr bool kWaitsForTurns = kHasTurns && !kHasAddingWarps;
   [[maybe_unused]] uint32_t* taken = nullptr;  // the turn of the step before
   const auto end_turn = [&] {
-    if (!kHasTurns || taken == nullptr) return;
+    if (!kWaitsForTurns || taken == nullptr) return;
     wait_for_stores();
     publish_writes_to_others();
     pass_turn(taken);
@@ -399,29 +400,40 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     float query_gradient[kSumColumns / 8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_others();
-    if constexpr (kHasTurns) {  // while products run, and by two warps
+    if constexpr (kWaitsForTurns) {  // while products run, and by two warps
       uint32_t* const turn = turn_of<kQueries>(params, batch, head, query, warpgroup);
       if (is_first_of_group) end_turn();
       if (threadIdx.x % 128 == 32)
-        wait_for_turn(turn, steps_before<kKeys, kQueries, kIsUnmasked, false>(params, batch, head,
-                                                                              query, first_key));
+        wait_for_turn(turn, steps_after<kKeys, kQueries, kIsUnmasked, false>(params, batch, head,
+                                                                             query, first_key));
       taken = turn;
     }
-    if (kIsStaggered && is_first_of_group) wait_for_reads_of_stores();
+    if (kIsStaggered && !kHasAddingWarps && is_first_of_group) wait_for_reads_of_stores();
     wait_for_products<1>();
     touch(value_gradient);
     touch(query_gradient);
-    if constexpr (kIsStaggered) {
-      if (lane == 0) memory.scores_are_used(step % 2).arrive();
-      sync_warpgroup(warpgroup);  // the place of the sums is free
+    if (kIsStaggered && lane == 0) memory.scores_are_used(step % 2).arrive();
+    // Until the place of the sums is free.
+    if constexpr (kHasAddingWarps) {
+      memory.sums_are_used(warpgroup).wait((step & 1) ^ 1);
+    } else if constexpr (kIsStaggered) {
+      sync_warpgroup(warpgroup);
     }
 #pragma unroll
     for (int side = 0; side < divide_up(kSumColumns, 32); ++side)
       store_sums(sums + side * Memory::kSumPanelBytes, query_gradient, side);
     publish_writes();
+    if constexpr (kHasAddingWarps) {
+      if (is_first_of_group)
+        Memory::tile_of_sums(shared_memory, warpgroup) = make_int2(head, query);
+      __syncwarp();
+      if (lane == 0) memory.sums_are_there(warpgroup).arrive();
+      if (exchanges_bits) sync_warpgroup(warpgroup);  // bits of the next tile are there
+      return;
+    }
     sync_warpgroup(warpgroup);
     if (!is_first_of_group) return;
-    if (kHasTurns) publish_writes_to_others();
+    if (kWaitsForTurns) publish_writes_to_others();
 #pragma unroll
     for (int side = 0; side < divide_up(kSumColumns, 32); ++side)
       start_sum_of_box(maps.query_gradient_sum,
@@ -543,11 +555,18 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kIndex>::multipl
     memory.scores_are_used((step - 1) % 2).arrive();
 
   end_head();
-  if (is_first_of_group) {
-    wait_for_reads_of_stores();
-    end_turn();
+  if constexpr (kHasAddingWarps) {
+    memory.sums_are_used(warpgroup).wait((step & 1) ^ 1);
+    if (is_first_of_group) Memory::tile_of_sums(shared_memory, warpgroup) = make_int2(-1, 0);
+    __syncwarp();
+    if (lane == 0) memory.sums_are_there(warpgroup).arrive();
+  } else {
+    if (is_first_of_group) {
+      wait_for_reads_of_stores();
+      end_turn();
+    }
+    sync_warpgroup(warpgroup);
   }
-  sync_warpgroup(warpgroup);
   // Both results take the same rows of a tile, so that a warp overwrites only what it wrote.
   using Rows = Tile<T, 64, 64 * Memory::kPanels>;
   const auto store = [&]<int kColumns>(const float (&results)[kColumns][4], float factor,
