@@ -261,15 +261,21 @@ inline int64_t parts_of_members(const AttentionParams& params, int64_t blocks, i
   return best;
 }
 
-// Whether the host does not know how many keys a query sees. params.block_mask is set.
-inline bool has_unknown_lengths(const AttentionParams& params) {
+// Whether more is excluded than by length and window. params.block_mask is set.
+inline bool has_mask_or_ranges(const AttentionParams& params) {
   return params.block_mask.words != nullptr || params.visible.are_given();
+}
+// Whether the host does not know how many keys a query sees. A mask of keys may leave tiles out,
+// but the same ones for all queries of a head.
+inline bool has_unknown_lengths(const AttentionParams& params) {
+  return params.visible.are_given() ||
+         (params.block_mask.words != nullptr && params.block_mask.layout.bit_rows != 1);
 }
 
 // Whether a launch has no mask, ranges or dropout. Such launches have kernels of their own, which
 // lose no time over those.
 inline bool is_unmasked(const AttentionParams& params) {
-  return !has_unknown_lengths(params) && params.dropout.seed == nullptr;
+  return !has_mask_or_ranges(params) && params.dropout.seed == nullptr;
 }
 
 // Whether turns lose less time than a launch for dQ in order takes. A GPU runs `room` blocks of

@@ -69,7 +69,6 @@ template <class Body>
 cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
   switch (bias) {
     case HopperBias::kNone:
-    case HopperBias::kKeys:
       return body.template operator()<HopperBias::kNone>();
     case HopperBias::kTile:
       return body.template operator()<HopperBias::kTile>();
@@ -79,17 +78,28 @@ cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
       return body.template operator()<HopperBias::kSoftcap>();
     case HopperBias::kRows:
       return body.template operator()<HopperBias::kRows>();
+    case HopperBias::kKeys:
+      return body.template operator()<HopperBias::kKeys>();
   }
   return cudaErrorInvalidValue;
+}
+
+// Forward, kernels without a bias add one of keys, too.
+constexpr HopperBias forward_kernels_for(HopperBias bias) {
+  return bias == HopperBias::kKeys ? HopperBias::kNone : bias;
+}
+template <int kIndex>
+constexpr bool has_forward_kernel(HopperBias bias) {
+  return forward_kernels_for(bias) == bias && takes_bias(kAttentionHopperTiles[kIndex], bias);
 }
 
 template <class T>
 bool has_code(Sm90, const AttentionForwardParams& params, int tile) {
   bool is_there = false;
   with_regime(kAttentionHopperTiles, tile, [&]<int kIndex>() {
-    const HopperBias bias = hopper_bias(params, kAttentionHopperTiles[kIndex]);
+    const HopperBias bias = forward_kernels_for(hopper_bias(params, kAttentionHopperTiles[kIndex]));
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
-      if constexpr (takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
+      if constexpr (has_forward_kernel<kIndex>(kBias)) {
         static const bool has_kernels =
             is_compiled(attention_hopper_forward_kernel<T, kBias, HopperMask::kNone, kIndex>) &&
             is_compiled(attention_hopper_forward_kernel<T, kBias, HopperMask::kAny, kIndex>);
@@ -105,9 +115,10 @@ template <class T>
 cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t stream) {
   const ForwardPlan& plan = launch.plan;
   return with_regime(kAttentionHopperTiles, plan.tile, [&]<int kIndex>() {
-    const HopperBias bias = hopper_bias(launch.params, kAttentionHopperTiles[kIndex]);
+    const HopperBias bias =
+        forward_kernels_for(hopper_bias(launch.params, kAttentionHopperTiles[kIndex]));
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
-      if constexpr (!takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
+      if constexpr (!has_forward_kernel<kIndex>(kBias)) {
         return cudaErrorInvalidValue;
       } else {
         using Memory = HopperMemory<kBias, kIndex>;
@@ -197,9 +208,13 @@ constexpr auto hopper_backward_kernel() {
   }
 }
 
-// Of backward kernels.
+// Of backward kernels. Those for a bias of keys take a mask of keys or none.
+constexpr HopperMask least_of_masks(HopperBias bias) {
+  return bias == HopperBias::kKeys ? HopperMask::kKeys : HopperMask::kNone;
+}
 constexpr HopperMask most_of_masks(HopperBias bias) {
-  return bias == HopperBias::kRows ? HopperMask::kKeys : HopperMask::kAny;
+  return bias == HopperBias::kRows || bias == HopperBias::kKeys ? HopperMask::kKeys
+                                                                : HopperMask::kAny;
 }
 
 template <class T>
@@ -211,7 +226,7 @@ bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
       if constexpr (takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
         constexpr HopperMask kMost = most_of_masks(kBias);
         static const bool has_kernels =
-            is_compiled(hopper_backward_kernel<T, kBias, HopperMask::kNone, kIndex>()) &&
+            is_compiled(hopper_backward_kernel<T, kBias, least_of_masks(kBias), kIndex>()) &&
             is_compiled(hopper_backward_kernel<T, kBias, kMost, kIndex>());
         is_there = has_kernels;
       }
@@ -347,7 +362,7 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
           return launch_kernel.template operator()<kMask, false>();
         };
         if (mask == HopperMask::kNone)
-          return launch_with_mask.template operator()<HopperMask::kNone>();
+          return launch_with_mask.template operator()<least_of_masks(kBias)>();
         if constexpr (kBias != HopperBias::kSoftcap) {
           if (mask == HopperMask::kKeys)
             return launch_kernel.template operator()<HopperMask::kKeys, false>();

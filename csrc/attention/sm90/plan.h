@@ -180,7 +180,7 @@ inline bool takes_hopper(const AttentionParams& params) {
 // it. The blocks take the same tiles.
 inline bool sums_in_clusters(const AttentionBackwardParams& params) {
   const int64_t batches = params.batches_per_bias.divisor;
-  return params.bias_gradient_kind == BiasGradient::kShared && !has_unknown_lengths(params) &&
+  return params.bias_gradient_kind == BiasGradient::kShared && !has_mask_or_ranges(params) &&
          params.heads_per_bias.divisor == 1 && batches > 1 && batches <= kMaxBiasCluster &&
          (batches & (batches - 1)) == 0;
 }

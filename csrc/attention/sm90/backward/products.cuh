@@ -116,6 +116,12 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     head_of_bits = head;
     __syncwarp();
   };
+  // Keys and values that a mask of keys excludes are cleared. So their scores and the gradients of
+  // their weights are 0, and their weights 2^-offset add nothing to dQ. No offset is below 0 here,
+  // so no such weight exceeds 1. The gradients of these keys and values are cleared in the end.
+  // Beside a bias weights are cleared.
+  constexpr bool kClearsMasked = kMasksKeys && kBias == HopperBias::kNone;
+  constexpr bool kHasKeyBias = kBias == HopperBias::kKeys;
   // The pairs of rows of a stage.
   const auto pairs_of = [&](int stage) {
     return reinterpret_cast<const PairOfRows*>(shared_memory + Memory::kPairsAt +
@@ -124,8 +130,11 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   const auto are_plain = [&](int stage) {
     bool is_plain = true;
 #pragma unroll
-    for (int i = 0; i < kQueries / 2; i += 32)
-      is_plain &= pairs_of(stage)[i + thread_index_anew() % 32].is_plain();
+    for (int i = 0; i < kQueries / 2; i += 32) {
+      const PairOfRows& pair = pairs_of(stage)[i + thread_index_anew() % 32];
+      is_plain &= pair.is_plain();
+      if (kClearsMasked) is_plain &= (pair.offsets[0] >= 0.f) & (pair.offsets[1] >= 0.f);
+    }
     return __all_sync(~0u, is_plain) != 0;
   };
   // Gradients of scores of this warpgroup's keys.
@@ -187,9 +196,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     sync_warpgroups<kWarpgroups>();
   };
   // The bias of this lane's keys 0 and 8 in a head, and sums of the gradients of their scores.
-  constexpr bool kMayBiasKeys = kMasksKeys && kBias == HopperBias::kNone;
-  const bool has_key_bias = kMayBiasKeys && params.bias.data != nullptr;
-  const bool sums_keys = has_key_bias && params.bias_gradient_kind == BiasGradient::kKeys;
+  const bool sums_keys = kHasKeyBias && params.bias_gradient_kind == BiasGradient::kKeys;
   [[maybe_unused]] int head_of_bias = -1;
   [[maybe_unused]] float key_bias[2], key_sums[2];
   // Whether all biases of this warp's keys are at most kMostKeyBias or -infinity.
@@ -298,20 +305,18 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
           add_bias_of_tile();
           weigh_exactly.template operator()<false, false>();
         }
-      } else if (!has_key_bias) {
+      } else if constexpr (!kHasKeyBias) {
         if (is_plain) {
-          weigh_with.template operator()<false, kMasksKeys>();
+          weigh_with.template operator()<false, false>();
         } else {
           weigh_exactly.template operator()<false, false>();
         }
       } else if (!is_plain) {
-        weigh_exactly.template operator()<kMayBiasKeys, false>();
+        weigh_exactly.template operator()<true, false>();
       } else if (!is_key_bias_small) {
-        weigh_exactly.template operator()<kMayBiasKeys, true>();
-      } else if (params.block_mask.words == nullptr) {
-        weigh_with.template operator()<kMayBiasKeys, false>();
+        weigh_exactly.template operator()<true, true>();
       } else {
-        weigh_with.template operator()<kMayBiasKeys, kMasksKeys>();
+        weigh_with.template operator()<true, true>();
       }
     }
     if (kIsUnmasked || !params.dropout.is_given()) return;
@@ -447,7 +452,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   for (; tiles.are_left(); ++step) {
     const int stage = step % kStages, head = tiles.head, query = tiles.query;
     if (shares_bits && head != head_of_bits) write_shared_bits(head);
-    if (has_key_bias && head != head_of_bias) begin_head(head);
+    if (kHasKeyBias && head != head_of_bias) begin_head(head);
     memory.stage_is_there(stage).wait(step / kStages & 1);
     constexpr bool kLoadsFirst = kEightsAhead > 0 && kQueries <= 64;
     if constexpr (kLoadsFirst) load_offsets(stage);
@@ -569,8 +574,11 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   }
   // Both results take the same rows of a tile, so that a warp overwrites only what it wrote.
   using Rows = Tile<T, 64, 64 * Memory::kPanels>;
-  const auto store = [&]<int kColumns>(const float (&results)[kColumns][4], float factor,
+  const auto store = [&]<int kColumns>(float (&results)[kColumns][4], float factor,
                                        const Strided& tensor, int width) {
+#pragma unroll
+    for (int i = 0; kClearsMasked && i < 4 * kColumns; ++i)
+      if (is_masked[i % 4 / 2]) results[i / 4][i % 4] = 0.f;
     store_rows<T, Rows>(sums, 16 * warp_in_group, results, {factor, factor},
                         tensor.row<T>(batch, key_head, group_key), tensor.query_stride,
                         params.keys - group_key, width);
