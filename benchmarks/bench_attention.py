@@ -12,7 +12,8 @@ the forward against float64 for some queries of one head; "ceiling", what the ca
 matrix product and at a read. What an implementation refuses is a row too, and `note` says why.
 Kernels of FlexAttention, and of FlashAttention-4 where it is installed, are compiled in processes
 beside each other before anything is timed. Outside of what is timed are FlexAttention's block masks
-and the mask of a window. SDPA has no causal mask beside a bias: each call fills the bias with -inf.
+and the mask of a window. "deterministic" is under torch.use_deterministic_algorithms, without
+filling new tensors. SDPA has no causal mask beside a bias: each call fills the bias with -inf.
 """
 
 import ctypes
@@ -29,7 +30,7 @@ import peers
 import torch
 import typer
 from attention_cases import Case, Inputs, cases, visible
-from measured import DENSE, OURS
+from measured import DENSE, OURS, UNFILLED
 from rich.progress import track
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -79,7 +80,7 @@ def implementations(inputs: Inputs, like: Sequence[str] = ()) -> dict[str, measu
         tensors = (inputs.query, inputs.key, inputs.value)
         return measure.Way(lambda: attend(*tensors), inputs.leaves(read), **rest)
 
-    def ours(table: Tensor | None = table, capability: str | None = None) -> measure.Way:
+    def ours(table: Tensor | None = table, during: measure.Context | None = None) -> measure.Way:
         window = None if case.window is None else (case.window, 0)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -94,7 +95,6 @@ def implementations(inputs: Inputs, like: Sequence[str] = ()) -> dict[str, measu
                 fused=q.is_cuda or None,
             )
 
-        during = functools.partial(gpu_like, capability) if capability else None
         return way(attend, bias if table is None else table, during=during)
 
     def sdpa(name: str) -> measure.Way:
@@ -136,8 +136,12 @@ def implementations(inputs: Inputs, like: Sequence[str] = ()) -> dict[str, measu
         return way(peers.flex(**options), either)
 
     found: dict[str, measure.Build] = {OURS: ours}
+    if not case.decode:
+        in_order = functools.partial(measure.deterministic, fill=False)
+        found[UNFILLED] = functools.partial(ours, during=in_order)
     for capability in like:
-        found[f"{OURS} as on {capability}"] = functools.partial(ours, capability=capability)
+        as_on = functools.partial(gpu_like, capability)
+        found[f"{OURS} as on {capability}"] = functools.partial(ours, during=as_on)
     if case.bias == "table":
         found[DENSE] = functools.partial(ours, None)
     if not case.sink and case.softcap is None:  # SDPA has neither

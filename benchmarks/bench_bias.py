@@ -14,14 +14,13 @@ bias, relative to the norm of the gradient in float32.
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import measure
 import peers
 import torch
 import typer
-from measured import OURS
+from measured import OURS, UNFILLED
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -115,17 +114,6 @@ class Inputs:
         return bias if self.mask is None else bias.masked_fill(self.mask, -torch.inf)
 
 
-@contextmanager
-def deterministic(fill: bool) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-
-
 def implementations(inputs: Inputs) -> dict[str, measure.Build]:
     bias, mask = inputs.entries, inputs.mask
     keys = None if mask is None else mask[:, 0, 0]
@@ -138,7 +126,7 @@ def implementations(inputs: Inputs) -> dict[str, measure.Build]:
         return measure.Way(lambda: attend(*inputs.tensors), (*inputs.tensors, *leaves), **rest)
 
     def ours(fill: bool | None = None) -> measure.Way:
-        during = None if fill is None else functools.partial(deterministic, fill)
+        during = None if fill is None else functools.partial(measure.deterministic, fill)
 
         def attend(*tensors: Tensor) -> Tensor:
             return peers.ours(bias=inputs.bias(), mask=mask)(*tensors)
@@ -157,7 +145,7 @@ def implementations(inputs: Inputs) -> dict[str, measure.Build]:
     ways: dict[str, measure.Build] = {
         OURS: ours,
         f"{OURS} deterministic": lambda: ours(fill=True),
-        f"{OURS} deterministic, unfilled": lambda: ours(fill=False),
+        UNFILLED: lambda: ours(fill=False),
         f"{OURS} without bias": lambda: way(peers.ours(mask=mask), ()),
         MEM_EFFICIENT: lambda: way(peers.sdpa(backend, inputs.padded_bias)),
         **of_others,

@@ -62,6 +62,22 @@ def provenance(commit_of_copy: str = "", device: str | None = None) -> dict[str,
 
 
 @contextmanager
+def deterministic(fill: bool) -> Iterator[None]:
+    """Algorithms of torch are deterministic.
+
+    Args:
+        fill: torch fills each new tensor, as it does by default then.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@contextmanager
 def results(
     out: Path | None, common: Mapping[str, object], fields: Iterable[str] = (), resume: bool = False
 ) -> Iterator[Callable[[Mapping[str, object]], None]]:
