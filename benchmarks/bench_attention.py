@@ -12,8 +12,9 @@ the forward against float64 for some queries of one head; "ceiling", what the ca
 matrix product and at a read. What an implementation refuses is a row too, and `note` says why.
 Kernels of FlexAttention, and of FlashAttention-4 where it is installed, are compiled in processes
 beside each other before anything is timed. Outside of what is timed are FlexAttention's block masks
-and the mask of a window. "deterministic" is under torch.use_deterministic_algorithms, without
-filling new tensors. SDPA has no causal mask beside a bias: each call fills the bias with -inf.
+and the mask of a window. "deterministic, unfilled" is under torch.use_deterministic_algorithms,
+where torch fills no new tensors. SDPA has no causal mask beside a bias: each call fills the bias
+with -inf.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ import peers
 import torch
 import typer
 from attention_cases import Case, Inputs, cases, visible
-from measured import DENSE, OURS, UNFILLED
+from measured import DENSE, DETERMINISTIC_UNFILLED, OURS
 from rich.progress import track
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -138,7 +139,7 @@ def implementations(inputs: Inputs, like: Sequence[str] = ()) -> dict[str, measu
     found: dict[str, measure.Build] = {OURS: ours}
     if not case.decode:
         in_order = functools.partial(measure.deterministic, fill=False)
-        found[UNFILLED] = functools.partial(ours, during=in_order)
+        found[DETERMINISTIC_UNFILLED] = functools.partial(ours, during=in_order)
     for capability in like:
         as_on = functools.partial(gpu_like, capability)
         found[f"{OURS} as on {capability}"] = functools.partial(ours, during=as_on)

@@ -20,7 +20,7 @@ import measure
 import peers
 import torch
 import typer
-from measured import OURS, UNFILLED
+from measured import DETERMINISTIC_UNFILLED, OURS
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -145,7 +145,7 @@ def implementations(inputs: Inputs) -> dict[str, measure.Build]:
     ways: dict[str, measure.Build] = {
         OURS: ours,
         f"{OURS} deterministic": lambda: ours(fill=True),
-        UNFILLED: lambda: ours(fill=False),
+        DETERMINISTIC_UNFILLED: lambda: ours(fill=False),
         f"{OURS} without bias": lambda: way(peers.ours(mask=mask), ()),
         MEM_EFFICIENT: lambda: way(peers.sdpa(backend, inputs.padded_bias)),
         **of_others,

@@ -63,10 +63,10 @@ def provenance(commit_of_copy: str = "", device: str | None = None) -> dict[str,
 
 @contextmanager
 def deterministic(fill: bool) -> Iterator[None]:
-    """Algorithms of torch are deterministic.
+    """Calls run under torch.use_deterministic_algorithms.
 
     Args:
-        fill: torch fills each new tensor, as it does by default then.
+        fill: whether torch fills each new tensor, which is its default there.
     """
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = fill

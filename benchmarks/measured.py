@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "megasoftmax"
 DENSE = "megasoftmax, dense bias"
-UNFILLED = "megasoftmax deterministic, unfilled"
+DETERMINISTIC_UNFILLED = "megasoftmax deterministic, unfilled"
 WITHOUT_ATTENTION = "without attention"
-NOT_PEERS = (OURS, DENSE, UNFILLED, WITHOUT_ATTENTION, "megasoftmax_softmax", "copy")
+NOT_PEERS = (OURS, DENSE, DETERMINISTIC_UNFILLED, WITHOUT_ATTENTION, "megasoftmax_softmax", "copy")
 
 Row = dict[str, str]
 Case = dict[str, Row]  # by implementation

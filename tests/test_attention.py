@@ -408,10 +408,10 @@ def test_masks_of_keys(
 
 @gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("dim", [32, 64, 96, 128])
-@pytest.mark.parametrize("logit", [-60.0, -3.0, 0.0, 60.0])
+@pytest.mark.parametrize("dim", [32, 48, 64, 96, 128])
+@pytest.mark.parametrize("logit", [-100.0, -60.0, -3.0, 0.0, 60.0])
 def test_masks_of_keys_beside_any_logits(logit: float, dim: int, dtype: torch.dtype) -> None:
-    """Hopper's backward clears masked keys, and rows with small sums take a way of their own."""
+    """A row of one key has a sum far below 1, or above."""
     q, k, v = tensors("cuda", dtype, batch=1, lengths=(200, 300), dims=(dim, dim))
     with torch.no_grad():
         q[..., :1], k[..., :1] = 8, logit * dim**0.5 / 8
@@ -420,6 +420,25 @@ def test_masks_of_keys_beside_any_logits(logit: float, dim: int, dtype: torch.dt
     with torch.no_grad():  # one key is left, with sums on both sides of 1
         k[:, :, 7, :1] = 0
     check(q, k, v, mask=torch.arange(300, device="cuda") != 7, what="all but one")
+
+
+@gpu_with_all_kernels
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", [32, 64, 80, 128])
+def test_masked_keys_add_nothing(dim: int, dtype: torch.dtype, in_order: bool) -> None:
+    """Not to queries that are no number and see no key, nor where D is large."""
+    q, k, v = tensors("cuda", dtype, batch=2, lengths=(200, 200), dims=(dim, dim))
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    columns = torch.arange(200, device="cuda")
+    with torch.no_grad():
+        q[:, :, :5], v[:], k[:, :, 150] = torch.nan, 30, 0
+    for visible in (columns >= 5, columns == 150, columns < 0):
+        with deterministic(in_order):
+            output = megasoftmax.attention(*leaves, mask=~visible, causal=True, fused=True)
+            gradients = torch.autograd.grad(output, leaves, torch.full_like(output, 40))
+        assert gradients[0].isfinite().all()
+        assert not gradients[0][:, :, :5].any()
 
 
 @gpu_with_all_kernels
@@ -805,6 +824,7 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
         (16, (600, 336), 32),  # blocks of a head that begin together, Hopper's
         (8, (600, 330), 64),
         (40, (130, 300), 128),
+        (20, (300, 400), 96),
         (70, (100, 150), 256),
         (2, (200, 330), 32),  # a launch for gradients of queries
         (2, (1500, 2000), 80),  # blocks wait for many others

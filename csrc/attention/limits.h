@@ -112,16 +112,17 @@ constexpr bool shares_registers(const Tile& tile) {
 inline constexpr int kSmallHeadDim = 32, kFilledPercent = 75;
 // Blocks are persistent if a tile of queries sees at most this many tiles of keys: a block takes
 // several tiles, and the next one starts while the last one ends. With longer tiles one block a
-// tile balances better. With a mask or ranges the lengths are not known. Then persistent blocks
-// take their next tile from a counter.
+// tile balances better. With a mask of pairs or ranges the lengths are not known. Then persistent
+// blocks take their next tile from a counter.
 inline constexpr int kMaxStepsOfPersistentBlocks = 8;
 // Most heads whose tiles lie side by side in a grid. With more, the last tiles do not end together.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
 // Heads whose tiles lie side by side where blocks of keys take turns at the gradients of queries:
 // about as many blocks run at a time.
 inline constexpr int64_t kHeadsOfTurns = 512;
-// A block that takes turns waits for one step of each block of the same head that began with it.
-// Turns are used if a block has at least this many steps for each step that it waits.
+// Without causality, a block that takes turns waits for one step of each block of the same head
+// that began with it. Turns are used if a block has at least this many steps for each step that it
+// waits.
 inline constexpr int64_t kStepsOfTurn = 2;
 // If lengths are not known, enough heads lie side by side that each has about this many blocks at a
 // time.
@@ -150,9 +151,9 @@ struct AttentionHopperBackwardTile {
   int head_dim, value_dim;
   int queries;
   int copier_registers, registers;
-  // Columns of keys and values, 16 a step, that registers hold, so that products need not read them
-  // from shared memory.
-  int held_keys, held_values;
+  // How many steps of 16 columns of keys and of values registers hold, so that products do not read
+  // them from shared memory.
+  int held_key_steps, held_value_steps;
   static constexpr int warpgroups = 2;
 
   constexpr bool takes_softcap() const { return has_softcap_kernels(head_dim, value_dim); }
@@ -169,8 +170,9 @@ struct AttentionHopperBackwardTile {
       tile.copier_registers = 40;
       tile.registers = 232;
     }
-    tile.held_keys = 0;
-    if (head_dim == 64 || is_table) tile.held_values = 0;
+    // Registers are few beside a bias.
+    tile.held_key_steps = 0;
+    if (head_dim == 64 || is_table) tile.held_value_steps = 0;
     return tile;
   }
   // Warps of the copying warpgroup bring rows that begin anywhere to their tile, and need more.
@@ -178,7 +180,7 @@ struct AttentionHopperBackwardTile {
     AttentionHopperBackwardTile tile = *this;
     tile.copier_registers = head_dim > 64 ? 40 : 56;
     tile.registers = head_dim > 64 ? 232 : 224;
-    tile.held_keys = tile.held_values = 0;
+    tile.held_key_steps = tile.held_value_steps = 0;
     return tile;
   }
 };
@@ -189,7 +191,7 @@ inline constexpr int kMaxBiasCluster = 8;
 // 128 cuDNN has 457 and 597.
 // clang-format off
 inline constexpr AttentionHopperBackwardTile kAttentionHopperBackwardTiles[] = {
-    // dims (head, value), queries, registers (that copies, others), held (keys, values)
+    // dims (head, value), queries, registers (that copies, others), held steps (of keys, of values)
     {           32,    32,     128,  24, 240,                               0,      0},
     {           48,    48,     128,  24, 240,                               3,      3},
     {           64,    64,     128,  24, 240,                               0,      4},  // 531

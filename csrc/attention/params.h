@@ -64,7 +64,7 @@ struct AttentionParams : LogitOptions {
 
   // Backward, set by the launcher. takes_all_queries: a block of keys takes all tiles of queries,
   // also those that see none of its keys. takes_turns: blocks wait for those with later keys, so
-  // the grid begins with the last keys of many heads.
+  // the grid begins with the last keys of up to kHeadsOfTurns heads.
   bool takes_all_queries = false, takes_turns = false;
 
   // [3, batches, heads, queries]. 0: the largest logit, or a number less than 10 below it and 28

@@ -261,13 +261,13 @@ inline int64_t parts_of_members(const AttentionParams& params, int64_t blocks, i
   return best;
 }
 
-// Whether more is excluded than by length and window. params.block_mask is set.
+// Whether a mask or ranges exclude keys. params.block_mask is set.
 inline bool has_mask_or_ranges(const AttentionParams& params) {
   return params.block_mask.words != nullptr || params.visible.are_given();
 }
-// Whether the host does not know how many keys a query sees. A mask of keys may leave tiles out,
-// but the same ones for all queries of a head.
-inline bool has_unknown_lengths(const AttentionParams& params) {
+// Whether queries of a head may see different numbers of keys, which the host does not know. A mask
+// of keys excludes the same ones for all of them.
+inline bool lengths_may_differ(const AttentionParams& params) {
   return params.visible.are_given() ||
          (params.block_mask.words != nullptr && params.block_mask.layout.bit_rows != 1);
 }
@@ -312,8 +312,8 @@ inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, in
   const bool shares_bias = params.bias.data != nullptr && !params.is_relative &&
                            !is_shared_by_queries(params) && params.batches_per_bias.divisor > 1;
   const bool is_even =
-      params.window_left < 0 && params.window_right < 0 && !has_unknown_lengths(params);
-  const int64_t fewest = has_unknown_lengths(params) ? multiprocessors / kBlocksOfHead : 1;
+      params.window_left < 0 && params.window_right < 0 && !lengths_may_differ(params);
+  const int64_t fewest = lengths_may_differ(params) ? multiprocessors / kBlocksOfHead : 1;
   const int64_t together = shares_bias ? batches : 1, count = heads * batches / together;
   const int64_t in_cache = cache_bytes / std::max<int64_t>(bytes_of_head, 1);
   const int64_t held = params.takes_turns ? std::min<int64_t>(in_cache, kHeadsOfTurns)

@@ -2,9 +2,9 @@
 // Turns of blocks that add to the same gradients of queries, the one with the last keys first. So
 // sums have the same order each time. Blocks with later keys have lower numbers and begin earlier.
 //
-// With causality or a window a block begins with the queries at its own keys, which blocks with
-// later keys have as their first ones, too. In the order of the keys it would wait until blocks
-// with earlier keys are there.
+// With causality a block begins with the queries at its own keys. Blocks with later keys do not see
+// these, so it adds at once, and comes to the first queries of the next block a step after that
+// block. In the order of the keys it would wait for blocks that come to its first queries last.
 
 #include "exclusion.cuh"
 
@@ -15,8 +15,8 @@ namespace megasoftmax {
 template <int kKeys, int kQueries>
 __device__ __forceinline__ int visible_steps(const AttentionParams& params, int batch, int head,
                                              int query, int begin, int end) {
-  // A tile is half a tile of the block mask, one, or two of them.
-  constexpr int kHalves = kKeys * 2 / kMaskTile;
+  constexpr int kTiles = kKeys / kMaskTile;  // of the block mask
+  static_assert(kTiles == 1 || kTiles == 2);
   const BlockMaskLayout& layout = params.block_mask.layout;
   const int line = query / kMaskTile;
   const uint32_t* const words = params.block_mask.of(batch, head) + layout.seen_by_query();
@@ -27,22 +27,15 @@ __device__ __forceinline__ int visible_steps(const AttentionParams& params, int 
       if (line + i < layout.query_tiles)
         seen |= __ldg(words + int64_t{line + i} * layout.words_of_keys() + word);
     }
-    return kHalves == 4 ? (seen | seen >> 1) & 0x55555555u : seen;
+    return kTiles == 2 ? (seen | seen >> 1) & 0x55555555u : seen;
   };
-  const int first = begin * kHalves / 2, last = end * kHalves / 2;
+  const int first = begin * kTiles, last = end * kTiles;
   int count = 0;
   for (int word = first / 32; word * 32 < last; ++word) {
     uint32_t seen = seen_at(word);
     if (word == first / 32) seen &= ~0u << first % 32;
     if (word == last / 32) seen &= ~(~0u << last % 32);
-    count += __popc(seen) * (kHalves == 1 ? 2 : 1);
-  }
-  if constexpr (kHalves == 1) {
-    const auto is_seen = [&](int tile) {
-      return static_cast<int>(seen_at(tile / 32) >> tile % 32 & 1);
-    };
-    if (begin % 2 != 0) count -= is_seen(first);
-    if (end % 2 != 0) count += is_seen(last);
+    count += __popc(seen);
   }
   return count;
 }

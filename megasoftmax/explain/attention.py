@@ -281,7 +281,8 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
         held += f" hold {call.head_dim} and {call.value_dim}"
     reasons += [f"tiles for head dimensions up to {held}"]
     if call.is_of_keys and plan.is_hopper:
-        reasons += ["the bias of keys joins the kernels for a mask of keys"]
+        kind = "bias" if call.is_backward else "mask"
+        reasons += [f"kernels for a {kind} of keys add the bias of keys"]
     if call.is_shifted and not plan.copies_bias:
         reasons += ["shifted scores are read where they lie, by rows that begin anywhere"]
     if plan.copies_bias:

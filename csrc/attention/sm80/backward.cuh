@@ -280,9 +280,11 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
       if (step > 0) pass_turn(taken);
       taken = turn();
     }
-    if (kHasTurns && params.turns != nullptr && threadIdx.x == 0)
-      wait_for_turn(turn(), steps_after<kKeys, kQueries, kIsUnmasked, true>(params, batch, head,
-                                                                            query, first_key));
+    if constexpr (kHasTurns) {
+      if (params.turns != nullptr && threadIdx.x == 0)
+        wait_for_turn(turn(), steps_after<kKeys, kQueries, kIsUnmasked, true>(params, batch, head,
+                                                                              query, first_key));
+    }
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up
     if (tiles.are_left()) copy_bias(tiles);
     with_gradient([&](auto policy) {

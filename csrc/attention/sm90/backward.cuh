@@ -18,6 +18,8 @@
 // With a relative bias one of them fills in its entries for a tile. All four warps sum the
 // gradients of scores along diagonals while the next tile runs.
 //
+// Without a bias two of them add dQ to the sums in global memory, and wait for turns.
+//
 // With dropout and 128 queries in a tile, a warpgroup makes the dropout bits of the next tile while
 // the products for dQ and dK run.
 
@@ -64,13 +66,15 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
     return;
   }
   take_registers<Memory::kTile.registers>();
-  // Two copies of a kernel with dropout would not fit into the cache of instructions.
+  // Two copies of a kernel with dropout would not fit into the instruction cache.
   constexpr int kFirst = Memory::sum_columns(0), kLast = Memory::sum_columns(Memory::kPanels - 1);
-  if (kFirst == kLast || kMask == HopperMask::kAny || warpgroup < Memory::kQueryPanels) {
-    Roles::template multiply<kFirst>(params, maps, memory, bias_sums, block, warpgroup);
-  } else {
-    Roles::template multiply<kLast>(params, maps, memory, bias_sums, block, warpgroup);
+  if constexpr (kFirst != kLast && kMask != HopperMask::kAny) {
+    if (Memory::column_panel(warpgroup) > 0) {
+      Roles::template multiply<kLast>(params, maps, memory, bias_sums, block, warpgroup);
+      return;
+    }
   }
+  Roles::template multiply<kFirst>(params, maps, memory, bias_sums, block, warpgroup);
 #endif
 }
 

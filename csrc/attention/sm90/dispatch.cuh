@@ -36,7 +36,8 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   // Blocks that know their tiles from the start get tiles of all lengths, also without sections.
   const Device& device = current_device();
-  const bool is_known = !has_unknown_lengths(params);
+  bool is_known = !lengths_may_differ(params);
+  if constexpr (requires { params.tile_counter; }) is_known &= params.tile_counter == nullptr;
   params.order = TileOrder(tiles, params.batches,
                            heads_of_section(params, heads, params.batches, bytes_of_head(params),
                                             blocks < items && is_known ? 0 : device.cache_bytes,
@@ -84,20 +85,21 @@ cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
   return cudaErrorInvalidValue;
 }
 
-// Forward, kernels without a bias add one of keys, too.
-constexpr HopperBias forward_kernels_for(HopperBias bias) {
+// Forward, kernels without a bias add a bias of keys, too.
+constexpr HopperBias bias_of_forward_kernels(HopperBias bias) {
   return bias == HopperBias::kKeys ? HopperBias::kNone : bias;
 }
 template <int kIndex>
 constexpr bool has_forward_kernel(HopperBias bias) {
-  return forward_kernels_for(bias) == bias && takes_bias(kAttentionHopperTiles[kIndex], bias);
+  return bias_of_forward_kernels(bias) == bias && takes_bias(kAttentionHopperTiles[kIndex], bias);
 }
 
 template <class T>
 bool has_code(Sm90, const AttentionForwardParams& params, int tile) {
   bool is_there = false;
   with_regime(kAttentionHopperTiles, tile, [&]<int kIndex>() {
-    const HopperBias bias = forward_kernels_for(hopper_bias(params, kAttentionHopperTiles[kIndex]));
+    const HopperBias bias =
+        bias_of_forward_kernels(hopper_bias(params, kAttentionHopperTiles[kIndex]));
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       if constexpr (has_forward_kernel<kIndex>(kBias)) {
         static const bool has_kernels =
@@ -116,7 +118,7 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
   const ForwardPlan& plan = launch.plan;
   return with_regime(kAttentionHopperTiles, plan.tile, [&]<int kIndex>() {
     const HopperBias bias =
-        forward_kernels_for(hopper_bias(launch.params, kAttentionHopperTiles[kIndex]));
+        bias_of_forward_kernels(hopper_bias(launch.params, kAttentionHopperTiles[kIndex]));
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       if constexpr (!has_forward_kernel<kIndex>(kBias)) {
         return cudaErrorInvalidValue;
@@ -208,11 +210,12 @@ constexpr auto hopper_backward_kernel() {
   }
 }
 
-// Of backward kernels. Those for a bias of keys take a mask of keys or none.
-constexpr HopperMask least_of_masks(HopperBias bias) {
+// The masks that backward kernels have instances for. Those for a bias of keys take a mask of keys
+// or none.
+constexpr HopperMask narrowest_mask(HopperBias bias) {
   return bias == HopperBias::kKeys ? HopperMask::kKeys : HopperMask::kNone;
 }
-constexpr HopperMask most_of_masks(HopperBias bias) {
+constexpr HopperMask widest_mask(HopperBias bias) {
   return bias == HopperBias::kRows || bias == HopperBias::kKeys ? HopperMask::kKeys
                                                                 : HopperMask::kAny;
 }
@@ -224,9 +227,9 @@ bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
     const HopperBias bias = hopper_bias(params, kAttentionHopperBackwardTiles[kIndex]);
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       if constexpr (takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
-        constexpr HopperMask kMost = most_of_masks(kBias);
+        constexpr HopperMask kMost = widest_mask(kBias);
         static const bool has_kernels =
-            is_compiled(hopper_backward_kernel<T, kBias, least_of_masks(kBias), kIndex>()) &&
+            is_compiled(hopper_backward_kernel<T, kBias, narrowest_mask(kBias), kIndex>()) &&
             is_compiled(hopper_backward_kernel<T, kBias, kMost, kIndex>());
         is_there = has_kernels;
       }
@@ -354,20 +357,20 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
         };
         const HopperMask mask = hopper_mask(params);
         const auto launch_with_mask = [&]<HopperMask kMask>() {
-          // Other kernels take turns if there are some.
-          constexpr bool kHasOwn = is_bias(kBias) || kMask == HopperMask::kAny;
-          if constexpr (kHasOwn && kBias != HopperBias::kRows) {
+          // Others take turns wherever params.turns is given.
+          constexpr bool kHasInstanceForTurns = is_bias(kBias) || kMask == HopperMask::kAny;
+          if constexpr (kHasInstanceForTurns && kBias != HopperBias::kRows) {
             if (params.turns != nullptr) return launch_kernel.template operator()<kMask, true>();
           }
           return launch_kernel.template operator()<kMask, false>();
         };
         if (mask == HopperMask::kNone)
-          return launch_with_mask.template operator()<least_of_masks(kBias)>();
+          return launch_with_mask.template operator()<narrowest_mask(kBias)>();
         if constexpr (kBias != HopperBias::kSoftcap) {
           if (mask == HopperMask::kKeys)
             return launch_kernel.template operator()<HopperMask::kKeys, false>();
         }
-        return launch_with_mask.template operator()<most_of_masks(kBias)>();
+        return launch_with_mask.template operator()<widest_mask(kBias)>();
       }
     });
   });

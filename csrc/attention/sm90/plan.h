@@ -23,7 +23,8 @@ enum class HopperBias {
   kTable,    // a relative one, of any element type and strides
   kSoftcap,  // none, but a softcap
   kRows,     // as kTile, of rows that begin anywhere
-  kKeys,     // one row for all queries, of any type and strides: kernels for a mask of keys add it
+  kKeys,  // one row for all queries, of any type and strides: forward, kernels for a mask of keys
+          // add it
 };
 constexpr bool is_dense(HopperBias bias) {
   return bias == HopperBias::kTile || bias == HopperBias::kRows;
@@ -117,7 +118,7 @@ inline HopperMask hopper_mask(const AttentionForwardParams& params,
              : mask;
 }
 // Backward, a block serves all heads that share its keys, so their mask must be the same. Softcaps,
-// and turns beside a bias of pairs, have no kernels for it.
+// and turns beside a dense or relative bias, have no kernels for it.
 inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
   const HopperMask mask = hopper_mask(static_cast<const AttentionParams&>(params));
   const bool is_of_keys = params.heads_per_key_head.divisor == 1 || params.mask.head_stride == 0;

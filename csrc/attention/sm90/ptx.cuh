@@ -434,7 +434,7 @@ struct HeldColumns {
 };
 
 // Starts results = a b^T: a 64 rows, b kN * 8 rows, both with kColumns columns in panels of so many
-// bytes. Of columns that registers hold, a is not read.
+// bytes. Columns that registers hold are not read from a.
 template <class T, int kColumns, int kN, int kHeld>
 __device__ __forceinline__ void start_product_of_rows(float (&results)[kN][4],
                                                       const HeldColumns<kHeld>& held, uint64_t a,

@@ -1,9 +1,10 @@
 #pragma once
-// Adds dQ to the sums in global memory, by a warp for each warpgroup that makes it. So a warpgroup
-// waits neither for a turn nor for the end of an addition.
+// Adds dQ to the sums in global memory, by one lane of a warp for each warpgroup that makes it. So
+// a warpgroup waits neither for a turn nor for the end of an addition.
 
 #include "../../turns.cuh"
 #include "block.cuh"
+#include "tile_steps.cuh"
 
 namespace megasoftmax {
 
@@ -15,8 +16,6 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::add_query_gradients(
   extern __shared__ __align__(1024) char shared_memory[];
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 32)) - 1;
   if (warpgroup >= kWarpgroups || threadIdx.x % 32 != 0) return;
-  const int query_panel = warpgroup % Memory::kQueryPanels;
-  const int column_panel = warpgroup / Memory::kQueryPanels;
   for (int step = 0;; ++step) {
     memory.sums_are_there(warpgroup).wait(step & 1);
     const auto [head, query] = Memory::tile_of_sums(shared_memory, warpgroup);
@@ -28,15 +27,7 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::add_query_gradients(
                               params, block.batch, head, query, block.first_key));
       publish_writes_to_others();
     }
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int column = 64 * column_panel + 32 * side;
-      if (column < kDim)
-        start_sum_of_box(maps.query_gradient_sum,
-                         memory.sums(warpgroup) + side * Memory::kSumPanelBytes, column,
-                         query + 64 * query_panel, head, block.batch);
-    }
-    end_stores();
+    start_sums(maps, memory, warpgroup, head, query, block.batch);
     wait_for_reads_of_stores();
     memory.sums_are_used(warpgroup).arrive();
     if (turn == nullptr) continue;

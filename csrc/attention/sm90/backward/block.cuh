@@ -19,9 +19,9 @@ struct HopperBackward {
   // No masks, ranges or dropout are looked at. A mask of keys has code of its own.
   static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;
   using Memory = HopperBackwardMemory<kBias, kIndex>;
-  // Warps add dQ to the sums in global memory that warpgroups have made. With a bias they have
-  // other work. Beside masks of pairs, ranges and dropout the copying warp lacks registers then,
-  // so there they do it only for turns.
+  // Whether warps of the copying warpgroup add dQ to global memory, so that others do not wait for
+  // it. With a dense or relative bias these warps make its gradient. Beside masks of pairs, ranges
+  // and dropout the copying warp would spill, so there only instances for turns do it.
   static constexpr bool kHasAddingWarps = !is_bias(kBias) && (kIsUnmasked || kHasTurns);
   static constexpr bool kHasTile = is_dense(kBias);
   static constexpr bool kHasTable = kBias == HopperBias::kTable;
@@ -44,7 +44,7 @@ struct HopperBackward {
   __device__ static void add_query_gradients(const AttentionBackwardParams& params,
                                              const BackwardTensorMaps& maps, const Memory& memory,
                                              const Block& block);
-  // kSumColumns: of dQ, which this warpgroup makes.
+  // kSumColumns: the columns of dQ that this warpgroup makes.
   template <int kSumColumns>
   __device__ static void multiply(const AttentionBackwardParams& params,
                                   const BackwardTensorMaps& maps, const Memory& memory,

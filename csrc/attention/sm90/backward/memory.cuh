@@ -51,7 +51,13 @@ struct HopperBackwardMemory {
   static_assert(kQueriesOfPairs % kQueries == 0);
   static_assert(takes_bias(kTile, kBias));
   static_assert(shares_registers(kTile));
-  // A warpgroup computes 64 rows of dQ, and these columns of panel `panel` of 64.
+  // A warpgroup computes 64 rows of dQ, and so many columns of a panel of 64.
+  static constexpr __host__ __device__ int query_panel(int warpgroup) {
+    return warpgroup % kQueryPanels;
+  }
+  static constexpr __host__ __device__ int column_panel(int warpgroup) {
+    return warpgroup / kQueryPanels;
+  }
   static constexpr int sum_columns(int panel) { return std::min(64, kDim - 64 * panel); }
   static_assert(kPanels * kQueryPanels == kWarpgroups);
   // The second warpgroup is behind the first, so that one has products while the other makes
@@ -224,7 +230,7 @@ struct HopperBackwardMemory {
       sent_is_used(part).init(kIsRows ? 1 : kStoringWarps * sums.cluster);
     }
     for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
-      sums_are_there(warpgroup).init(4);
+      sums_are_there(warpgroup).init(4);  // a lane of each warp arrives
       sums_are_used(warpgroup).init(1);
     }
     publish_barriers();

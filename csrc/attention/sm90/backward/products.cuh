@@ -34,8 +34,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   const int group_key = first_key + 64 * warpgroup;
   const int warp_key = group_key + 16 * warp_in_group;
   // The 64 queries and columns of dQ that this warpgroup makes.
-  const int query_panel = warpgroup % Memory::kQueryPanels;
-  const int column_panel = warpgroup / Memory::kQueryPanels;
+  const int query_panel = Memory::query_panel(warpgroup);
+  const int column_panel = Memory::column_panel(warpgroup);
   char* const sums = shared_memory + Memory::kSumsAt + warpgroup * Memory::kSumBytes;
 
   float key_gradient[kDim / 8][4] = {}, value_gradient[Memory::kValueDim / 8][4] = {};
@@ -48,12 +48,12 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   uint32_t rounded_weights[kSteps][4], rounded_gradients[kSteps][4];
 
   // With masks of pairs, ranges and dropout a head dimension of 64 lacks registers.
-  constexpr bool kHolds = !kHasSoftcap && (kIsUnmasked || kDim != 64);
-  HeldColumns<kHolds ? Memory::kTile.held_keys : 0> held_keys;
-  HeldColumns<kHolds ? Memory::kTile.held_values : 0> held_values;
-  const auto hold = [&]<int kSteps>(HeldColumns<kSteps>& held, uint32_t panels) {
+  constexpr bool kHoldsColumns = !kHasSoftcap && (kIsUnmasked || kDim != 64);
+  HeldColumns<kHoldsColumns ? Memory::kTile.held_key_steps : 0> held_keys;
+  HeldColumns<kHoldsColumns ? Memory::kTile.held_value_steps : 0> held_values;
+  const auto hold = [&]<int kHeldSteps>(HeldColumns<kHeldSteps>& held, uint32_t panels) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i)
+    for (int i = 0; i < kHeldSteps; ++i)
       FragmentsDown<Tile<T, kKeys, 64>>({panels + i / 4 * Memory::kKeyPanelBytes},
                                         64 * warpgroup + 16 * warp_in_group)
           .load(held.steps[i], 0, i % 4 * 16);
@@ -116,12 +116,6 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     head_of_bits = head;
     __syncwarp();
   };
-  // Keys and values that a mask of keys excludes are cleared. So their scores and the gradients of
-  // their weights are 0, and their weights 2^-offset add nothing to dQ. No offset is below 0 here,
-  // so no such weight exceeds 1. The gradients of these keys and values are cleared in the end.
-  // Beside a bias weights are cleared.
-  constexpr bool kClearsMasked = kMasksKeys && kBias == HopperBias::kNone;
-  constexpr bool kHasKeyBias = kBias == HopperBias::kKeys;
   // The pairs of rows of a stage.
   const auto pairs_of = [&](int stage) {
     return reinterpret_cast<const PairOfRows*>(shared_memory + Memory::kPairsAt +
@@ -130,11 +124,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   const auto are_plain = [&](int stage) {
     bool is_plain = true;
 #pragma unroll
-    for (int i = 0; i < kQueries / 2; i += 32) {
-      const PairOfRows& pair = pairs_of(stage)[i + thread_index_anew() % 32];
-      is_plain &= pair.is_plain();
-      if (kClearsMasked) is_plain &= (pair.offsets[0] >= 0.f) & (pair.offsets[1] >= 0.f);
-    }
+    for (int i = 0; i < kQueries / 2; i += 32)
+      is_plain &= pairs_of(stage)[i + thread_index_anew() % 32].is_plain();
     return __all_sync(~0u, is_plain) != 0;
   };
   // Gradients of scores of this warpgroup's keys.
@@ -196,6 +187,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     sync_warpgroups<kWarpgroups>();
   };
   // The bias of this lane's keys 0 and 8 in a head, and sums of the gradients of their scores.
+  constexpr bool kHasKeyBias = kBias == HopperBias::kKeys;
   const bool sums_keys = kHasKeyBias && params.bias_gradient_kind == BiasGradient::kKeys;
   [[maybe_unused]] int head_of_bias = -1;
   [[maybe_unused]] float key_bias[2], key_sums[2];
@@ -232,7 +224,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   const uint64_t seed = kIsUnmasked || Memory::kExchangesBits ? 0 : Dropping<true>::seed(params);
   using Scores = Accumulators<1, kN>;
   // Turns products into weights, capped ones times slopes. Dropped weights become negative.
-  const auto weigh = [&](int stage, int step, int head, int query, bool is_plain) {
+  const auto make_weights = [&](int stage, int step, int head, int query, bool is_plain) {
     if constexpr (kHasTile) memory.bias_is_there(step % 2).wait(step / 2 & 1);
     const auto add_bias_of_tile = [&] {
       if constexpr (kHasTile) {
@@ -253,24 +245,24 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     if constexpr (kHasSoftcap) {
       weigh_capped<T>(params, weights, rounded_weights, offset_of);
     } else {
-      const auto weigh_with = [&]<bool kBiases, bool kMasks>() {
-        const float key_offsets[2] = {kBiases ? key_bias[0] * kLog2E : 0.f,
-                                      kBiases ? key_bias[1] * kLog2E : 0.f};
+      const auto weigh = [&] {
+        const float key_offsets[2] = {kHasKeyBias ? key_bias[0] * kLog2E : 0.f,
+                                      kHasKeyBias ? key_bias[1] * kLog2E : 0.f};
 #pragma unroll
         for (int column = 0; column < 2 * kN; ++column) {
           const float offset = offset_of(column);
 #pragma unroll
           for (int i = column % 2; i < 4; i += 2) {
             float& weight = weights[column / 2][i];
-            const float rest = kBiases ? key_offsets[i / 2] - offset : -offset;
+            const float rest = kHasKeyBias ? key_offsets[i / 2] - offset : -offset;
             weight = exp2_approximate(fmaf(weight, to_logit * kLog2E, rest));
-            if (kMasks && is_masked[i / 2]) weight = 0.f;
+            if (kMasksKeys && is_masked[i / 2]) weight = 0.f;
           }
         }
       };
       // kArePlain: offsets are not large, but the bias of keys is. Otherwise differences of logits
       // are taken before anything else is rounded.
-      const auto weigh_exactly = [&]<bool kBiases, bool kArePlain>() {
+      const auto weigh_exactly = [&]<bool kArePlain>() {
         const RowOfBackward* const rows =
             params.rows_of_backward + params.row_index(batch, head, 0);
 #pragma unroll
@@ -288,35 +280,23 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
 #pragma unroll
           for (int i = column % 2; i < 4; i += 2) {
             float& weight = weights[column / 2][i];
-            const float relative = kBiases ? fmaf(weight, to_logit, key_bias[i / 2]) - max
-                                           : fmaf(weight, to_logit, -max);
+            const float relative = kHasKeyBias ? fmaf(weight, to_logit, key_bias[i / 2]) - max
+                                               : fmaf(weight, to_logit, -max);
             weight = exp2_approximate(fmaf(relative, kLog2E, -log2_sum));
             if (kMasksKeys && is_masked[i / 2]) weight = 0.f;
           }
         }
       };
-      if constexpr (is_bias(kBias)) {
-        // The bias is added in both branches, so that none parts it from the weights: the compiler
-        // fills waits of one with instructions of the other.
-        if (is_plain) {
-          add_bias_of_tile();
-          weigh_with.template operator()<false, kMasksKeys>();
-        } else {
-          add_bias_of_tile();
-          weigh_exactly.template operator()<false, false>();
-        }
-      } else if constexpr (!kHasKeyBias) {
-        if (is_plain) {
-          weigh_with.template operator()<false, false>();
-        } else {
-          weigh_exactly.template operator()<false, false>();
-        }
+      // A bias of pairs is added in both branches, so that none parts it from the weights: the
+      // compiler fills waits of one with instructions of the other.
+      if (is_plain && is_key_bias_small) {
+        add_bias_of_tile();
+        weigh();
       } else if (!is_plain) {
-        weigh_exactly.template operator()<true, false>();
-      } else if (!is_key_bias_small) {
-        weigh_exactly.template operator()<true, true>();
+        add_bias_of_tile();
+        weigh_exactly.template operator()<false>();
       } else {
-        weigh_with.template operator()<true, true>();
+        weigh_exactly.template operator()<true>();
       }
     }
     if (kIsUnmasked || !params.dropout.is_given()) return;
@@ -418,7 +398,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     touch(value_gradient);
     touch(query_gradient);
     if (kIsStaggered && lane == 0) memory.scores_are_used(step % 2).arrive();
-    // Until the place of the sums is free.
+    // Waits until the place of the sums is free.
     if constexpr (kHasAddingWarps) {
       memory.sums_are_used(warpgroup).wait((step & 1) ^ 1);
     } else if constexpr (kIsStaggered) {
@@ -439,12 +419,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     sync_warpgroup(warpgroup);
     if (!is_first_of_group) return;
     if (kWaitsForTurns) publish_writes_to_others();
-#pragma unroll
-    for (int side = 0; side < divide_up(kSumColumns, 32); ++side)
-      start_sum_of_box(maps.query_gradient_sum,
-                       memory.sums(warpgroup) + side * Memory::kSumPanelBytes,
-                       64 * column_panel + 32 * side, query + 64 * query_panel, head, batch);
-    end_stores();
+    start_sums(maps, memory, warpgroup, head, query, batch);
   };
   [[maybe_unused]] int head_before = 0, query_before = 0;
   if (kIsStaggered && warpgroup > 0 && tiles.are_left()) memory.first_weights_are_there().wait(0);
@@ -484,7 +459,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     const bool is_plain = are_plain(stage);
     wait_for_products<kIsLate ? 0 : 1>();
     touch(weights);
-    weigh(stage, step, head, query, is_plain);
+    make_weights(stage, step, head, query, is_plain);
     if (kIsStaggered && step == 0 && warpgroup == 0 && lane == 0)
       memory.first_weights_are_there().arrive();
     exclude(excluded, weights);
@@ -574,11 +549,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   }
   // Both results take the same rows of a tile, so that a warp overwrites only what it wrote.
   using Rows = Tile<T, 64, 64 * Memory::kPanels>;
-  const auto store = [&]<int kColumns>(float (&results)[kColumns][4], float factor,
+  const auto store = [&]<int kColumns>(const float (&results)[kColumns][4], float factor,
                                        const Strided& tensor, int width) {
-#pragma unroll
-    for (int i = 0; kClearsMasked && i < 4 * kColumns; ++i)
-      if (is_masked[i % 4 / 2]) results[i / 4][i % 4] = 0.f;
     store_rows<T, Rows>(sums, 16 * warp_in_group, results, {factor, factor},
                         tensor.row<T>(batch, key_head, group_key), tensor.query_stride,
                         params.keys - group_key, width);

@@ -8,28 +8,45 @@
 namespace megasoftmax {
 
 // Writes columns 32 * side and on of 64 rows of results of a warpgroup to a panel of 32 columns,
-// swizzled as tensor copies read it. If only 16 columns are left, the others keep what was there.
+// swizzled as tensor copies read it. If only 16 columns are left, the others keep what was there:
+// they lie outside of the tensor.
 template <int kN>
 __device__ __forceinline__ void store_sums(char* panel, const float (&results)[kN][4], int side) {
   const FirstElement mine;
   const int warp = thread_index_anew() / 32 % 4;
   // Odd rows take columns in another order, 16 apart. Otherwise two rows would meet in one bank.
-  const int columns = std::min(4, kN - 4 * side);  // eights of them
-  const bool is_odd = mine.row % 2 != 0 && columns == 4;
+  const int eights = std::min(4, kN - 4 * side);  // of columns
+  const bool is_odd = mine.row % 2 != 0 && eights == 4;
   const int vector = (is_odd ? 4 : 0) ^ mine.column / 4 ^ mine.row;
   const int first = (warp * 16 + mine.row) * 128 + vector * 16 + mine.column % 4 * 4;
 #pragma unroll
-  for (int n = 0; n < columns; ++n) {
+  for (int n = 0; n < eights; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto result = [&](int i) {
-        return is_odd ? results[4 * side + (n ^ 2) % columns][2 * half + i]
+        return is_odd ? results[4 * side + (n ^ 2) % eights][2 * half + i]
                       : results[4 * side + n][2 * half + i];
       };
       *reinterpret_cast<float2*>(panel + (first ^ n * 32) + half * 1024) =
           make_float2(result(0), result(1));
     }
   }
+}
+
+// Starts to add the sums of a warpgroup, a part of dQ of a tile, to those in global memory. Called
+// by one thread.
+template <class Memory>
+__device__ __forceinline__ void start_sums(const BackwardTensorMaps& maps, const Memory& memory,
+                                           int warpgroup, int head, int query, int batch) {
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const int column = 64 * Memory::column_panel(warpgroup) + 32 * side;
+    if (column < Memory::kDim)
+      start_sum_of_box(maps.query_gradient_sum,
+                       memory.sums(warpgroup) + side * Memory::kSumPanelBytes, column,
+                       query + 64 * Memory::query_panel(warpgroup), head, batch);
+  }
+  end_stores();
 }
 
 // Starts to copy the keys and values of a block. Called by one thread.
