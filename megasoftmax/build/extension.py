@@ -203,10 +203,10 @@ MOST_FAILURE_LINES = 40  # of an error; the log has all
 # without the element type.
 _SECONDS = {
     "attention_backward": 85,
-    "attention_forward": 30,
-    "attention_hopper_backward": 35,
-    "attention_hopper_forward": 50,
-    "attention_hopper_heads_forward": 40,
+    "attention_forward": 25,
+    "attention_hopper_backward": 100,
+    "attention_hopper_forward": 75,
+    "attention_hopper_heads_forward": 25,
     "columns": 9,
     "softmax_backward": 30,
     "softmax_biased_dropout_backward": 35,
