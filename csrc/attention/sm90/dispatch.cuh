@@ -210,11 +210,7 @@ constexpr auto hopper_backward_kernel() {
   }
 }
 
-// The masks that backward kernels have instances for. Those for a bias of keys take a mask of keys
-// or none.
-constexpr HopperMask narrowest_mask(HopperBias bias) {
-  return bias == HopperBias::kKeys ? HopperMask::kKeys : HopperMask::kNone;
-}
+// The widest mask that backward kernels have instances for. Those for a bias of keys have no other.
 constexpr HopperMask widest_mask(HopperBias bias) {
   return bias == HopperBias::kRows || bias == HopperBias::kKeys ? HopperMask::kKeys
                                                                 : HopperMask::kAny;
@@ -227,10 +223,8 @@ bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
     const HopperBias bias = hopper_bias(params, kAttentionHopperBackwardTiles[kIndex]);
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
       if constexpr (takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
-        constexpr HopperMask kMost = widest_mask(kBias);
         static const bool has_kernels =
-            is_compiled(hopper_backward_kernel<T, kBias, narrowest_mask(kBias), kIndex>()) &&
-            is_compiled(hopper_backward_kernel<T, kBias, kMost, kIndex>());
+            is_compiled(hopper_backward_kernel<T, kBias, widest_mask(kBias), kIndex>());
         is_there = has_kernels;
       }
       return cudaSuccess;
@@ -364,8 +358,10 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
           }
           return launch_kernel.template operator()<kMask, false>();
         };
-        if (mask == HopperMask::kNone)
-          return launch_with_mask.template operator()<narrowest_mask(kBias)>();
+        if constexpr (kBias != HopperBias::kKeys) {
+          if (mask == HopperMask::kNone)
+            return launch_with_mask.template operator()<HopperMask::kNone>();
+        }
         if constexpr (kBias != HopperBias::kSoftcap) {
           if (mask == HopperMask::kKeys)
             return launch_kernel.template operator()<HopperMask::kKeys, false>();

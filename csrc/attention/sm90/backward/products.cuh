@@ -378,6 +378,11 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     publish_writes_to_others();
     pass_turn(taken);
   };
+  const auto hand_over_sums = [&](int head, int query) {
+    if (is_first_of_group) Memory::tile_of_sums(shared_memory, warpgroup) = make_int2(head, query);
+    __syncwarp();
+    if (lane == 0) memory.sums_are_there(warpgroup).arrive();
+  };
   // Adds dQ of a step. Calls start_others(), which starts a group of products, while those of dQ
   // run.
   const auto add_query_gradient = [&](int step, int head, int query, auto&& start_others) {
@@ -409,10 +414,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
       store_sums(sums + side * Memory::kSumPanelBytes, query_gradient, side);
     publish_writes();
     if constexpr (kHasAddingWarps) {
-      if (is_first_of_group)
-        Memory::tile_of_sums(shared_memory, warpgroup) = make_int2(head, query);
-      __syncwarp();
-      if (lane == 0) memory.sums_are_there(warpgroup).arrive();
+      hand_over_sums(head, query);
       if (exchanges_bits) sync_warpgroup(warpgroup);  // bits of the next tile are there
       return;
     }
@@ -537,9 +539,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   end_head();
   if constexpr (kHasAddingWarps) {
     memory.sums_are_used(warpgroup).wait((step & 1) ^ 1);
-    if (is_first_of_group) Memory::tile_of_sums(shared_memory, warpgroup) = make_int2(-1, 0);
-    __syncwarp();
-    if (lane == 0) memory.sums_are_there(warpgroup).arrive();
+    hand_over_sums(-1, 0);  // there are no more
   } else {
     if (is_first_of_group) {
       wait_for_reads_of_stores();
