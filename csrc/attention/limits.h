@@ -260,8 +260,9 @@ inline constexpr int kFewestMembersOfHalvedBias = 96;
 
 // dB of a shared bias, summed in order on Hopper: each warpgroup has 64 queries and all keys.
 struct AttentionHopperBiasGradientTile {
-  int warpgroups, registers;
-  static constexpr int head_dim = 32, kCopierRegisters = 24;
+  int head_dim, warpgroups, registers;
+  int stages;  // members in shared memory at a time
+  static constexpr int kCopierRegisters = 24;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
@@ -269,9 +270,11 @@ struct AttentionHopperBiasGradientTile {
 };
 // clang-format off
 inline constexpr AttentionHopperBiasGradientTile kAttentionHopperBiasGradientTiles[] = {
-    // warpgroups, registers
-    {           2,  240},
-    {           3,  160},
+    // head dim, warpgroups, registers, stages
+    {        32,          2,       240,      4},
+    {        32,          3,       160,      4},
+    {        64,          2,       240,      2},
+    {        64,          3,       160,      2},
 };
 // clang-format on
 

@@ -205,6 +205,7 @@ _SECONDS = {
     "attention_backward": 85,
     "attention_forward": 25,
     "attention_hopper_backward": 100,
+    "attention_hopper_bias_gradient": 6,
     "attention_hopper_forward": 75,
     "attention_hopper_heads_forward": 25,
     "columns": 9,

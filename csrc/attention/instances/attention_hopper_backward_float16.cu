@@ -3,5 +3,4 @@
 namespace megasoftmax {
 template bool has_code<__half>(Sm90, const AttentionBackwardParams&, int);
 template cudaError_t launch_backward<__half>(Sm90, const BackwardLaunch&, cudaStream_t);
-template cudaError_t launch_bias_gradient<__half>(Sm90, const BackwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

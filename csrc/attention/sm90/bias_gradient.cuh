@@ -20,7 +20,8 @@ template <int kIndex>
 struct HopperBiasGradientMemory {
   static constexpr AttentionHopperBiasGradientTile kTile =
       kAttentionHopperBiasGradientTiles[kIndex];
-  static constexpr int kWarpgroups = kTile.warpgroups, kStages = 4, kDim = kTile.head_dim;
+  static constexpr int kWarpgroups = kTile.warpgroups, kStages = kTile.stages;
+  static constexpr int kDim = kTile.head_dim;
   static constexpr int kQueries = kTile.queries(), kKeys = kTile.keys();
   static constexpr int kRowBytes = 2 * kDim;
 
@@ -138,14 +139,15 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
   float weights[kBuffers][8][4], gradients[kBuffers][8][4], sums[2][8][4] = {};
   const auto start = [&]<int kHalf>(int stage) {
     constexpr int kBuffer = kHalf % kBuffers;
-    const auto own = [&](uint32_t rows) { return narrow_matrix_at(rows + warpgroup * kHalfBytes); };
+    const auto at = [](uint32_t rows) {
+      return kRowBytes == 64 ? narrow_matrix_at(rows) : matrix_at(rows, 16);
+    };
+    const auto own = [&](uint32_t rows) { return at(rows + warpgroup * kHalfBytes); };
     begin_products();
-    start_product_of_rows<T, Memory::kDim>(
-        weights[kBuffer], own(memory.queries(stage)), 0,
-        narrow_matrix_at(memory.keys(stage) + kHalf * kHalfBytes), 0);
-    start_product_of_rows<T, Memory::kDim>(
-        gradients[kBuffer], own(memory.gradients(stage)), 0,
-        narrow_matrix_at(memory.values(stage) + kHalf * kHalfBytes), 0);
+    start_product_of_rows<T, Memory::kDim>(weights[kBuffer], own(memory.queries(stage)), 0,
+                                           at(memory.keys(stage) + kHalf * kHalfBytes), 0);
+    start_product_of_rows<T, Memory::kDim>(gradients[kBuffer], own(memory.gradients(stage)), 0,
+                                           at(memory.values(stage) + kHalf * kHalfBytes), 0);
     end_products();
   };
   const auto add = [&]<int kHalf>(int stage) {

@@ -235,10 +235,10 @@ bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
 
 // All but the bias. `box_queries`: rows of a box of queries.
 inline cudaError_t make_narrow_maps(NarrowTensorMaps& maps, const AttentionBackwardParams& params,
-                                    int box_queries) {
+                                    int box_queries, int row_bytes = 64) {
   const auto make = [&](CUtensorMap& map, const Strided& tensor, int64_t heads, int rows,
                         int columns, int box_rows) {
-    return make_tensor_map(map, tensor, params.batches, heads, rows, columns, box_rows, 64);
+    return make_tensor_map(map, tensor, params.batches, heads, rows, columns, box_rows, row_bytes);
   };
   MEGASOFTMAX_RETURN_IF_ERROR(
       make(maps.query, params.query, params.heads, params.queries, params.head_dim, box_queries));
@@ -287,7 +287,8 @@ cudaError_t launch_bias_gradient(Sm90, const BackwardLaunch& launch, cudaStream_
                                divide_up(params.keys, Memory::kKeys);
         if (blocks > INT32_MAX) return cudaErrorInvalidValue;
         NarrowTensorMaps maps;
-        MEGASOFTMAX_RETURN_IF_ERROR(make_narrow_maps(maps, params, Memory::kQueries));
+        MEGASOFTMAX_RETURN_IF_ERROR(
+            make_narrow_maps(maps, params, Memory::kQueries, Memory::kRowBytes));
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
         return megasoftmax::launch(kernel, dim3(static_cast<unsigned>(blocks)),
                                    dim3(Memory::kTile.threads()), Memory::kBytes, Together::kNot, 1,

@@ -298,23 +298,27 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
 // How Hopper's kernel makes the gradient of a bias in order, if it does.
 inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
     const AttentionBackwardParams& params, const Device& device) {
-  using Tile = AttentionHopperBiasGradientTile;
-  if (std::max(params.head_dim, params.value_dim) > Tile::head_dim || params.window_left >= 0 ||
-      params.window_right >= 0 ||
+  if (params.window_left >= 0 || params.window_right >= 0 ||
       hopper_mask(static_cast<const AttentionParams&>(params)) == HopperMask::kAny)
     return {};
   BiasGradientPlan plan;
   plan.backend = BackendId::kSm90;
-  // The tile that is filled best, of those the largest.
+  plan.tile = -1;
+  // Of the first head dimension that is large enough: the tile that is filled best, of those the
+  // largest.
   int64_t least = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kAttentionHopperBiasGradientTiles));
        ++index) {
-    const int64_t filled =
-        round_up(params.queries, kAttentionHopperBiasGradientTiles[index].queries());
+    const AttentionHopperBiasGradientTile& tile = kAttentionHopperBiasGradientTiles[index];
+    if (std::max(params.head_dim, params.value_dim) > tile.head_dim) continue;
+    if (plan.tile >= 0 && tile.head_dim > kAttentionHopperBiasGradientTiles[plan.tile].head_dim)
+      break;
+    const int64_t filled = round_up(params.queries, tile.queries());
     if (filled > least) continue;
     least = filled;
     plan.tile = index;
   }
+  if (plan.tile < 0) return {};
   plan.parts = bias_gradient_parts(params, kAttentionHopperBiasGradientTiles[plan.tile], 1, device);
   return plan;
 }

@@ -1,0 +1,5 @@
+#include "../sm90/dispatch.cuh"
+
+namespace megasoftmax {
+template cudaError_t launch_bias_gradient<__half>(Sm90, const BackwardLaunch&, cudaStream_t);
+}  // namespace megasoftmax
