@@ -822,12 +822,12 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
         (70, (200, 336), 48),  # Hopper's
         (70, (300, 520), 64),
         (16, (600, 336), 32),  # blocks of a head that begin together, Hopper's
-        (8, (600, 330), 64),
+        (12, (600, 330), 64),
         (40, (130, 300), 128),
         (20, (300, 400), 96),
-        (70, (100, 150), 256),
-        (2, (200, 330), 32),  # a launch for gradients of queries
+        (70, (100, 150), 256),  # a launch for gradients of queries
         (2, (1500, 2000), 80),  # blocks wait for many others
+        *((2, (200, 330), dim) for dim in (32, 96, 256)),  # on Hopper, sums of each tile of keys
     ],
 )
 def test_all_gradients_have_the_same_bits_in_deterministic_mode(

@@ -55,6 +55,7 @@ BackwardLaunch plan_attention_backward(const AttentionBackwardParams& params,
       params, backward_plan(params, is_deterministic, current_device(), code_for(params))};
   launch.params.stages = launch.plan.stages;
   launch.params.query_gradient_kind = launch.plan.query_gradient;
+  launch.params.query_sums = launch.plan.query_sums;
   launch.params.bias_gradient_kind = launch.plan.bias_gradient;
   launch.params.bias_parts = launch.plan.in_order.parts;
   return launch;

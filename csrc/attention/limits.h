@@ -120,10 +120,8 @@ inline constexpr int64_t kMaxHeadsOfSection = 128;
 // Heads whose tiles lie side by side where blocks of keys take turns at the gradients of queries:
 // about as many blocks run at a time.
 inline constexpr int64_t kHeadsOfTurns = 512;
-// Without causality, a block that takes turns waits for one step of each block of the same head
-// that began with it. Turns are used if a block has at least this many steps for each step that it
-// waits.
-inline constexpr int64_t kStepsOfTurn = 2;
+// In place of turns each block of keys has sums of its own if these take at most so many bytes.
+inline constexpr int64_t kMostQuerySumBytes = 16 << 20;
 // If lengths are not known, enough heads lie side by side that each has about this many blocks at a
 // time.
 inline constexpr int64_t kBlocksOfHead = 8;

@@ -212,6 +212,7 @@ enum class QueryGradient {
   kInTurns,  // from the last keys to the first: blocks wait for each other
   kInOrder,  // in the order of the keys, by a launch of its own
   kWhole,    // one block has all keys
+  kInParts,  // each block of keys has sums of its own, and a launch adds these in order
 };
 
 struct AttentionBackwardParams : AttentionParams {
@@ -232,9 +233,11 @@ struct AttentionBackwardParams : AttentionParams {
     return (batch * heads + head) * pairs_of_head() + query / 2;
   }
 
-  // Workspaces of kAdded and kInTurns: sums, float32 [batches, heads, queries, head_dim]. `turns`,
-  // of kInTurns: turn_count() numbers of the block that may add next.
+  // Workspaces of kAdded, kInTurns and kInParts: sums, float32 [query_sums, batches, heads,
+  // queries, head_dim], of kInParts one for each tile of keys. `turns`, of kInTurns: turn_count()
+  // numbers of the block that may add next.
   QueryGradient query_gradient_kind = QueryGradient::kAdded;
+  int query_sums = 1;
   float* query_gradient_sum = nullptr;
   uint32_t* turns = nullptr;
   // Workspace of a kernel that takes whole heads: sums of some of their keys, float32.
@@ -253,6 +256,13 @@ struct AttentionBackwardParams : AttentionParams {
   // float32, bias_entries() of them.
   float* part_sums = nullptr;
 
+  int64_t query_sum_bytes() const {
+    return rows() * head_dim * static_cast<int64_t>(sizeof(float));
+  }
+  // Where the sums of a tile of keys have a batch, if dimensions query_sums and batches are one.
+  __device__ int batch_of_sums(int batch, int key_tile) const {
+    return query_sums == 1 ? batch : key_tile * static_cast<int>(batches) + batch;
+  }
   // Tiles have at least 32 queries. Two blocks, or parts of one, may add to different columns.
   int64_t turn_count() const { return batches * heads * divide_up(queries, 32) * 2; }
   __host__ __device__ int64_t bias_entries() const {

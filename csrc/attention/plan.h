@@ -98,6 +98,7 @@ struct BackwardPlan : AttentionPlan {
   int slices = 1;  // of the columns of gradients: blocks with the same keys
   int stages = 1;  // tiles of queries in shared memory at a time
   QueryGradient query_gradient = QueryGradient::kAdded;
+  int query_sums = 1;  // see AttentionBackwardParams
   BiasGradient bias_gradient = BiasGradient::kNone;
   BiasGradientPlan in_order;  // of BiasGradient::kInOrder, and parts of small heads
   // Kernels write zeros to the gradient of the bias where no tile is.
@@ -108,7 +109,8 @@ struct BackwardPlan : AttentionPlan {
   int64_t query_parts_at = 0, pairs_at = 0;
 
   bool sums_queries() const {
-    return query_gradient == QueryGradient::kAdded || query_gradient == QueryGradient::kInTurns;
+    return query_gradient == QueryGradient::kAdded || query_gradient == QueryGradient::kInTurns ||
+           query_gradient == QueryGradient::kInParts;
   }
   // Completes a plan whose other members are set.
   void finish(const AttentionBackwardParams& params) {
@@ -116,7 +118,7 @@ struct BackwardPlan : AttentionPlan {
       blocks =
           params.batches * params.key_heads * divide_up<int64_t>(params.keys, tile_keys) * slices;
     Workspace workspace;
-    if (sums_queries()) sums_at = workspace.add(params.rows() * params.head_dim * sizeof(float));
+    if (sums_queries()) sums_at = workspace.add(query_sums * params.query_sum_bytes());
     if (kernel == BackwardKernel::kHeads) query_parts_at = workspace.add(query_part_bytes);
     if (has_pairs)
       pairs_at = workspace.add(params.batches * params.heads * params.pairs_of_head() *
@@ -279,7 +281,8 @@ inline bool is_unmasked(const AttentionParams& params) {
 }
 
 // Whether turns lose less time than a launch for dQ in order takes. A GPU runs `room` blocks of
-// keys at a time. Blocks of a head that begin at the same time run one step after the other.
+// keys at a time. Without causality, a block waits for one step of each block of the same head that
+// began with it. It must have as many steps.
 template <class Tile>
 bool is_faster_in_turns(const AttentionBackwardParams& params, const Tile& tile, int64_t room) {
   const int64_t heads = std::max<int64_t>(params.batches * params.key_heads, 1);
@@ -287,7 +290,7 @@ bool is_faster_in_turns(const AttentionBackwardParams& params, const Tile& tile,
       std::min(divide_up(room, heads), divide_up<int64_t>(params.keys, tile.keys()));
   const int64_t steps =
       divide_up<int64_t>(params.queries, tile.queries) * params.heads_per_key_head.divisor;
-  return tile.has_turns() && kStepsOfTurn * (together - 1) <= steps;
+  return tile.has_turns() && together - 1 <= steps;
 }
 
 // How gradients of queries are summed by kernels with such tiles, of whose blocks a GPU runs `room`

@@ -47,9 +47,11 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   delta = warp_sum<kLanes>(delta);
   if (begin != row) return;
   if (params.query_gradient_sum != nullptr) {
-    float* const sums = params.query_gradient_sum + row * params.head_dim;
-    for (int column = lane * 4; column < params.head_dim; column += kLanes * 4)
-      *reinterpret_cast<float4*>(sums + column) = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < params.query_sums; ++i) {
+      float* const sums = params.query_gradient_sum + (i * params.rows() + row) * params.head_dim;
+      for (int column = lane * 4; column < params.head_dim; column += kLanes * 4)
+        *reinterpret_cast<float4*>(sums + column) = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
   }
   if (params.pairs_of_rows != nullptr && query == params.queries - 1) {  // weights beyond it are 0
     PairOfRows* const pairs = params.pairs_of_rows + params.pair_index(batch, head, 0);

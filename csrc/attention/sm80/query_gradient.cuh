@@ -134,10 +134,14 @@ __global__ void __launch_bounds__(256)
   const int64_t row = i / vectors, of_head = row / params.queries;
   const int column = static_cast<int>(i - row * vectors) * 8;
   const int query = static_cast<int>(row - of_head * params.queries);
-  const float* const sums = params.query_gradient_sum + row * params.head_dim + column;
-  float values[8];
+  const float* sums = params.query_gradient_sum + row * params.head_dim + column;
+  float values[8] = {};
+  for (int part = 0; part < params.query_sums; ++part, sums += params.rows() * params.head_dim) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) values[j] = sums[j] * params.scale;
+    for (int j = 0; j < 8; ++j) values[j] += sums[j];
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) values[j] *= params.scale;
   T* const out =
       params.query_gradient.row<T>(of_head / params.heads, of_head % params.heads, query);
   *reinterpret_cast<Pack<T, 8>*>(out + column) = Pack<T, 8>::round(values);

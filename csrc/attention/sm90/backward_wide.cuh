@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
           if (lane == 0) {
             start_sum_of_box(maps.query_gradient_sum, memory.sums(panel) + warp_in_group * 16 * 128,
                              64 * square + 32 * side, tiles.query + 16 * warp_in_group, tiles.head,
-                             batch);
+                             params.batch_of_sums(batch, first_key / kKeys));
             end_stores();
           }
         }

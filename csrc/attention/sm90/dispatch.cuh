@@ -323,7 +323,8 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
                                                         params.output_gradient, params.value_dim,
                                                         Memory::kQueries));
         MEGASOFTMAX_RETURN_IF_ERROR(
-            make_map_of_queries(maps.query_gradient_sum, params, sums, params.head_dim, kSumRows));
+            make_tensor_map(maps.query_gradient_sum, sums, params.query_sums * params.batches,
+                            params.heads, params.queries, params.head_dim, kSumRows));
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
         MEGASOFTMAX_RETURN_IF_ERROR(

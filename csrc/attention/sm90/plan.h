@@ -413,6 +413,11 @@ struct Sm90 {
     const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[plan.tile];
     plan.query_gradient =
         query_gradient_kind(params, tile, device.multiprocessors, is_deterministic);
+    const int64_t key_tiles = divide_up<int64_t>(params.keys, tile.keys());
+    if (is_deterministic && key_tiles * params.query_sum_bytes() <= kMostQuerySumBytes) {
+      plan.query_gradient = QueryGradient::kInParts;
+      plan.query_sums = static_cast<int>(key_tiles);
+    }
     // dQ in order is made by portable kernels alone.
     if (plan.query_gradient == QueryGradient::kInOrder)
       return Sm80::plan(params, is_deterministic, device, QueryGradient::kInOrder);

@@ -27,7 +27,8 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::add_query_gradients(
                               params, block.batch, head, query, block.first_key));
       publish_writes_to_others();
     }
-    start_sums(maps, memory, warpgroup, head, query, block.batch);
+    start_sums(maps, memory, warpgroup, head, query,
+               params.batch_of_sums(block.batch, block.first_key / kKeys));
     wait_for_reads_of_stores();
     memory.sums_are_used(warpgroup).arrive();
     if (turn == nullptr) continue;
