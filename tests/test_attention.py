@@ -811,7 +811,7 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
 @pytest.mark.parametrize(
     "masking", ["none", "causal", "keys", "pairs", "window", "ranges", "dropout"]
 )
-@pytest.mark.parametrize("bias_of", ["nothing", "keys", "pairs"])
+@pytest.mark.parametrize("bias_of", ["nothing", "keys", "pairs", "pairs of each batch"])
 @pytest.mark.parametrize(
     ("batch", "lengths", "dim"),
     [
@@ -837,8 +837,9 @@ def test_all_gradients_have_the_same_bits_in_deterministic_mode(
     queries, keys = lengths
     shape = {"batch": batch, "heads": (4, 2), "lengths": lengths, "dims": (dim, dim)}
     q, k, v = tensors("cuda", torch.bfloat16, **shape)
-    rows = queries if bias_of == "pairs" else 1
-    bias = normal(1, 4, rows, keys, device="cuda", dtype=torch.bfloat16, seed=4)
+    entries = {"keys": (1, 4, 1, keys), "pairs of each batch": (batch, 4, *lengths)}
+    given = entries.get(bias_of, (1, 4, *lengths))
+    bias = normal(*given, device="cuda", dtype=torch.bfloat16, seed=4)
     leaves = [each.requires_grad_() for each in (q, k, v, bias)]
     if bias_of == "nothing":
         leaves.pop()

@@ -117,9 +117,10 @@ inline constexpr int kSmallHeadDim = 32, kFilledPercent = 75;
 inline constexpr int kMaxStepsOfPersistentBlocks = 8;
 // Most heads whose tiles lie side by side in a grid. With more, the last tiles do not end together.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
-// Heads whose tiles lie side by side where blocks of keys take turns at the gradients of queries:
-// about as many blocks run at a time.
-inline constexpr int64_t kHeadsOfTurns = 512;
+// Heads whose tiles lie side by side where blocks of keys take turns at the gradients of queries.
+// Of the portable kernels about as many blocks run at a time. Hopper's wait less, so more blocks
+// may have the same head: with causality or a window as many as run at a time.
+inline constexpr int64_t kHeadsOfTurns = 512, kHopperHeadsOfTurns = 16;
 // In place of turns each block of keys has sums of its own if these take at most so many bytes.
 inline constexpr int64_t kMostQuerySumBytes = 16 << 20;
 // If lengths are not known, enough heads lie side by side that each has about this many blocks at a

@@ -303,7 +303,7 @@ QueryGradient query_gradient_kind(const AttentionBackwardParams& params, const T
 }
 
 // How many heads of all batches form a section of TileOrder. `heads` and `batches` are those of the
-// grid.
+// grid. `of_turns`: most heads where blocks take turns.
 // * Batches that share a dense bias stay together, so that it is read from device memory once.
 // * Tiles of one length: one head at a time.
 // * Tiles of different lengths: more heads, whose short tiles fill what long ones leave. Tiles of a
@@ -311,7 +311,8 @@ QueryGradient query_gradient_kind(const AttentionBackwardParams& params, const T
 // * Unknown lengths: at least so many heads that kBlocksOfHead multiprocessors read the same head.
 //   Then the last tiles are the shortest ones of many heads, and all blocks end together.
 inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, int64_t batches,
-                                int64_t bytes_of_head, int cache_bytes, int multiprocessors = 0) {
+                                int64_t bytes_of_head, int cache_bytes,
+                                int64_t of_turns = kHeadsOfTurns, int multiprocessors = 0) {
   const bool shares_bias = params.bias.data != nullptr && !params.is_relative &&
                            !is_shared_by_queries(params) && params.batches_per_bias.divisor > 1;
   const bool is_even =
@@ -319,7 +320,7 @@ inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, in
   const int64_t fewest = lengths_may_differ(params) ? multiprocessors / kBlocksOfHead : 1;
   const int64_t together = shares_bias ? batches : 1, count = heads * batches / together;
   const int64_t in_cache = cache_bytes / std::max<int64_t>(bytes_of_head, 1);
-  const int64_t held = params.takes_turns ? std::min<int64_t>(in_cache, kHeadsOfTurns)
+  const int64_t held = params.takes_turns ? std::min(in_cache, of_turns)
                        : is_even          ? 1
                                           : std::max(in_cache / 2, fewest);
   int64_t most = std::clamp<int64_t>(held / together, 1, std::min(count, kMaxHeadsOfSection));

@@ -38,10 +38,12 @@ cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_
   const Device& device = current_device();
   bool is_known = !lengths_may_differ(params);
   if constexpr (requires { params.tile_counter; }) is_known &= params.tile_counter == nullptr;
-  params.order = TileOrder(tiles, params.batches,
-                           heads_of_section(params, heads, params.batches, bytes_of_head(params),
-                                            blocks < items && is_known ? 0 : device.cache_bytes,
-                                            device.multiprocessors));
+  const bool has_window = params.window_left >= 0 || params.window_right >= 0;
+  params.order =
+      TileOrder(tiles, params.batches,
+                heads_of_section(params, heads, params.batches, bytes_of_head(params),
+                                 blocks < items && is_known ? 0 : device.cache_bytes,
+                                 has_window ? 1 : kHopperHeadsOfTurns, device.multiprocessors));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 shared_bytes, cluster == 1 ? Together::kNot : Together::kInClusters, cluster,
                 stream, params, maps);

@@ -15,7 +15,7 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::add_query_gradients(
     const Block& block) {
   extern __shared__ __align__(1024) char shared_memory[];
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 32)) - 1;
-  if (warpgroup >= kWarpgroups || threadIdx.x % 32 != 0) return;
+  if (threadIdx.x % 32 != 0) return;
   for (int step = 0;; ++step) {
     memory.sums_are_there(warpgroup).wait(step & 1);
     const auto [head, query] = Memory::tile_of_sums(shared_memory, warpgroup);

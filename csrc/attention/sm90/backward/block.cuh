@@ -20,9 +20,15 @@ struct HopperBackward {
   static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;
   using Memory = HopperBackwardMemory<kBias, kIndex>;
   // Whether warps of the copying warpgroup add dQ to global memory, so that others do not wait for
-  // it. With a dense or relative bias these warps make its gradient. Beside masks of pairs, ranges
-  // and dropout the copying warp would spill, so there only instances for turns do it.
-  static constexpr bool kHasAddingWarps = !is_bias(kBias) && (kIsUnmasked || kHasTurns);
+  // it. With a relative bias, or a dense one whose gradient is summed, these warps make its
+  // gradient. The copying warpgroup would spill beside a dense bias, and beside masks of pairs,
+  // ranges and dropout. So with one of these instances for turns alone do it, with both none.
+  static constexpr bool kMayHaveAddingWarps =
+      is_bias(kBias) ? kBias == HopperBias::kTile && kIsUnmasked && kHasTurns
+                     : kIsUnmasked || kHasTurns;
+  __device__ static bool has_adding_warps(const BiasGradientSums<kBias>& sums) {
+    return kMayHaveAddingWarps && !sums.is_added && !sums.is_in_cluster;
+  }
   static constexpr bool kHasTile = is_dense(kBias);
   static constexpr bool kHasTable = kBias == HopperBias::kTable;
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;

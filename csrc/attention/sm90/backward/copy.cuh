@@ -120,11 +120,12 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     }
   }
   if (threadIdx.x >= 32) {
-    if constexpr (kHasTile) {
-      if constexpr (Memory::kIsRows) place_rows_anywhere(params, memory, block);
+    if constexpr (Memory::kIsRows) place_rows_anywhere(params, memory, block);
+    if (has_adding_warps(bias_sums) && threadIdx.x / 32 - 1 < kWarpgroups) {
+      add_query_gradients(params, maps, memory, block);
+    } else if constexpr (kHasTile) {
       make_dense_bias_gradient(params, memory, bias_sums, block);
     }
-    if constexpr (kHasAddingWarps) add_query_gradients(params, maps, memory, block);
     return;
   }
   if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);

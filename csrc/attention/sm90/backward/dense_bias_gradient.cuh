@@ -214,9 +214,11 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::make_dense_bias_gradient(
   const int heads = static_cast<int>(params.heads_per_key_head.divisor);
   int head = key_head * heads;
   const auto clear = [&](int begin, int end) {
+    // Without those that add dQ.
+    const int first = has_adding_warps(bias_sums) ? kWarpgroups : 0;
+    const int warps = Memory::kSummingWarps - first;
     clear_bias_gradient<T>(params, (bias_batch * params.heads + head) * params.queries, begin, end,
-                           first_key, block * Memory::kSummingWarps + warp,
-                           bias_sums.cluster * Memory::kSummingWarps);
+                           first_key, block * warps + warp - first, bias_sums.cluster * warps);
   };
   if (bias_sums.is_in_cluster) {
     for (; head < (key_head + 1) * heads; ++head) {

@@ -370,10 +370,10 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
   hold(held_keys, memory.keys());
   hold(held_values, memory.values());
   int step = 0;
-  constexpr bool kWaitsForTurns = kHasTurns && !kHasAddingWarps;
+  const bool adds_itself = !has_adding_warps(bias_sums);
   [[maybe_unused]] uint32_t* taken = nullptr;  // the turn of the step before
   const auto end_turn = [&] {
-    if (!kWaitsForTurns || taken == nullptr) return;
+    if (!kHasTurns || taken == nullptr) return;
     wait_for_stores();
     publish_writes_to_others();
     pass_turn(taken);
@@ -390,7 +390,7 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     float query_gradient[kSumColumns / 8][4];
     start_query_gradient(query_gradient, memory.scores(step % 2));
     start_others();
-    if constexpr (kWaitsForTurns) {  // while products run, and by two warps
+    if (kHasTurns && adds_itself) {  // while products run, and by two warps
       uint32_t* const turn = turn_of<kQueries>(params, batch, head, query, warpgroup);
       if (is_first_of_group) end_turn();
       if (threadIdx.x % 128 == 32)
@@ -398,13 +398,13 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
                                                                              query, first_key));
       taken = turn;
     }
-    if (kIsStaggered && !kHasAddingWarps && is_first_of_group) wait_for_reads_of_stores();
+    if (kIsStaggered && adds_itself && is_first_of_group) wait_for_reads_of_stores();
     wait_for_products<1>();
     touch(value_gradient);
     touch(query_gradient);
     if (kIsStaggered && lane == 0) memory.scores_are_used(step % 2).arrive();
     // Waits until the place of the sums is free.
-    if constexpr (kHasAddingWarps) {
+    if (!adds_itself) {
       memory.sums_are_used(warpgroup).wait((step & 1) ^ 1);
     } else if constexpr (kIsStaggered) {
       sync_warpgroup(warpgroup);
@@ -413,14 +413,14 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     for (int side = 0; side < divide_up(kSumColumns, 32); ++side)
       store_sums(sums + side * Memory::kSumPanelBytes, query_gradient, side);
     publish_writes();
-    if constexpr (kHasAddingWarps) {
+    if (!adds_itself) {
       hand_over_sums(head, query);
       if (exchanges_bits) sync_warpgroup(warpgroup);  // bits of the next tile are there
       return;
     }
     sync_warpgroup(warpgroup);
     if (!is_first_of_group) return;
-    if (kWaitsForTurns) publish_writes_to_others();
+    if (kHasTurns) publish_writes_to_others();
     start_sums(maps, memory, warpgroup, head, query,
                params.batch_of_sums(batch, first_key / kKeys));
   };
@@ -501,9 +501,11 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     if constexpr (kHasTile) {
       if (!Memory::kIsRows && step > 0 && warpgroup == 0 && is_first_of_group)
         memory.scores_are_used((step - 1) % 2).arrive();
-      if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group)
+      if (params.bias_gradient_kind == BiasGradient::kDense && is_first_of_group) {
         start_store_of_box(maps.bias_gradient, panel_of(step % 2).address, group_key, query, head,
-                           batch);  // with the sums that follow
+                           batch);
+        if (!adds_itself) end_stores();  // else with the sums that follow
+      }
     }
     if ((bias_sums.is_added || bias_sums.is_in_cluster) && warpgroup == 0 && is_first_of_group)
       memory.gradients_are_there(step % 2).arrive();
@@ -538,9 +540,10 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     memory.scores_are_used((step - 1) % 2).arrive();
 
   end_head();
-  if constexpr (kHasAddingWarps) {
+  if (!adds_itself) {
     memory.sums_are_used(warpgroup).wait((step & 1) ^ 1);
     hand_over_sums(-1, 0);  // there are no more
+    if (kHasTile && is_first_of_group) wait_for_reads_of_stores();
   } else {
     if (is_first_of_group) {
       wait_for_reads_of_stores();
