@@ -211,6 +211,13 @@ def explain_call(
             "--bias-gradient", help="The backward pass, with the gradient of a full bias."
         ),
     ] = False,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="attention: the backward pass under torch.use_deterministic_algorithms.",
+        ),
+    ] = False,
     dropout: Annotated[bool, typer.Option("--dropout", help="softmax: with dropout.")] = False,
     k: Annotated[int, typer.Option(help="softmax_topk: how many are kept of a row.")] = 10,
     keys: Annotated[
@@ -255,7 +262,8 @@ def explain_call(
         device = device.with_rates(bandwidth, tflops)
         of_all: dict[str, Any] = {"masked": masked, "softcap": softcap, "gpu": device}
         of_pairs = of_all | {"causal": causal, "window": _window(window)}
-        of_pairs |= {"bias_gradient": bias_gradient, "backward": backward or bias_gradient}
+        is_backward = backward or bias_gradient or (deterministic and function == "attention")
+        of_pairs |= {"bias_gradient": bias_gradient, "backward": is_backward}
         if function == "attention":
             table = attention_table(
                 explain_attention(
@@ -267,6 +275,7 @@ def explain_call(
                     relative=relative,
                     key_bias=key_bias,
                     shifted=shifted,
+                    deterministic=deterministic,
                     dtype=_dtype(dtype or "bf16"),
                     **of_pairs,
                 )

@@ -532,6 +532,43 @@ def test_bytes_and_products_of_attention(
     assert (found.bytes_read, found.bytes_written) == (read, written)
 
 
+TURNS = "blocks take turns at gradients of queries"
+IN_ORDER = "a launch of its own makes gradients of queries in order"
+BIAS_IN_ORDER = "a launch of its own sums the gradient of the bias in order"
+
+
+def sums(count: int) -> str:
+    return f"gradients of queries have {count} sums, added in order"
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "hopper", "ways"),
+    [
+        # Sums of 16 MB, and of more.
+        ((1, 16, 1024, 32), {}, True, {sums(8)}),
+        ((1, 16, 1025, 32), {}, True, {TURNS}),
+        ((1, 4, 512, 256), {}, True, {sums(8)}),
+        ((1, 4, 2048, 256), {}, False, {IN_ORDER}),
+        ((1, 4, 256, 64), {"keys": 128}, True, set()),  # one block of keys
+        ((1, 4, 64, 64), {"keys": 32768}, True, {sums(256)}),
+        ((1, 8, 128, 64), {"keys": 65536}, False, {IN_ORDER}),  # blocks would wait for many
+        # Portable kernels have no such sums.
+        ((1, 16, 1024, 32), {"major": 8}, False, {TURNS}),
+        ((1, 4, 1024, 96), {"major": 8}, False, {IN_ORDER}),
+        ((64, 8, 512, 64), {"bias": True}, True, {TURNS, BIAS_IN_ORDER}),
+        ((8, 8, 1024, 64), {"bias": True}, True, {TURNS}),  # clusters of 8 blocks sum it
+    ],
+)
+def test_order_of_gradients(
+    shape: tuple[int, int, int, int], options: dict[str, Any], hopper: bool, ways: set[str]
+) -> None:
+    options = options | {"backward": True, "bias_gradient": options.get("bias", False)}
+    found = explain_attention(*shape, deterministic=True, **options)
+    assert found.hopper == hopper
+    assert {each for each in found.why.split("; ") if "gradient" in each} == ways
+    assert not hopper or "gradient" not in explain_attention(*shape, **options).why
+
+
 def test_time_of_attention_is_the_longer_one() -> None:
     found = explain_attention(1, 1, 64, 64)
     shares = {
@@ -565,6 +602,7 @@ def test_time_of_attention_is_the_longer_one() -> None:
         ({"window": (-2, 0)}, "window: expected sides of -1"),
         ({"bias_gradient": True, "bias": True}, "bias_gradient: only the backward pass"),
         ({"bias_gradient": True, "backward": True}, "bias_gradient: only the backward pass"),
+        ({"deterministic": True}, "deterministic: only the backward pass"),
         ({"bias": True, "relative": True}, "relative: a call has one bias"),
     ],
 )
@@ -834,6 +872,12 @@ def test_command_of_attention(run: Any, relative: bool) -> None:
     time = found.microseconds(H200.bytes_per_second, 5e14)
     assert f"expected time {time:.1f} µs on NVIDIA H200" in text
     assert f"{HOPPER_BACKWARD_SHARE:.0%} of 500 TFLOP/s, as given" in text
+
+
+def test_command_tells_the_order_of_gradients(run: Any) -> None:
+    result = run("4x16x4096x64", "--function=attention", "--deterministic")
+    assert result.exit_code == 0, result.output
+    assert TURNS in words(result.output)
 
 
 @pytest.mark.parametrize("function", ["softmax", "softmax_topk"])

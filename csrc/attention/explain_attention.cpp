@@ -96,9 +96,14 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     return make_plan();
   };
   if (call["is_backward"] != 0) {
+    const bool is_deterministic = call["is_deterministic"] != 0;
     const BackwardPlan plan =
-        planned(params, [&] { return backward_plan(params, false, device, has_code); });
+        planned(params, [&] { return backward_plan(params, is_deterministic, device, has_code); });
     add_fields(plan, add);
+    add("query_sums", plan.query_sums);
+    add("takes_turns", plan.query_gradient == QueryGradient::kInTurns ? 1 : 0);
+    add("queries_in_order", plan.query_gradient == QueryGradient::kInOrder ? 1 : 0);
+    add("bias_in_order", plan.bias_gradient == BiasGradient::kInOrder ? 1 : 0);
     add("splits", 1);
     add("slices", plan.slices);
     add("is_decode", 0);

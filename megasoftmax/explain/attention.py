@@ -103,6 +103,7 @@ def explain_attention(
     bias_gradient: bool = False,
     softcap: bool = False,
     backward: bool = False,
+    deterministic: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     gpu: Gpu | str = H200,
     multiprocessors: int | None = None,
@@ -123,7 +124,8 @@ def explain_attention(
         bias_dtype: of the bias, its table or its scores, `dtype` or float32. Default: `dtype`.
         bias_gradient: the backward pass computes that of the bias.
         softcap: with a softcap.
-        backward: explains the backward pass, without `torch.use_deterministic_algorithms`.
+        backward: explains the backward pass.
+        deterministic: the backward pass runs under `torch.use_deterministic_algorithms`.
         dtype: float16, bfloat16 or float32.
         gpu: a `Gpu`, or a name for `gpu_named`, such as "L4".
         multiprocessors, shared_bytes: in place of the GPU's own.
@@ -153,8 +155,11 @@ def explain_attention(
         )
     has_bias = len(given) > 0
     bias_dtype = bias_dtype or dtype
-    is_stray = bias_gradient and not (backward and has_bias)
-    _check(counts, limits, is_stray, dtype, bias_dtype)
+    if bias_gradient and not (backward and has_bias):
+        raise ValueError("bias_gradient: only the backward pass of a bias computes it")
+    if deterministic and not backward:
+        raise ValueError("deterministic: only the backward pass has another order")
+    _check(counts, limits, dtype, bias_dtype)
     padded = {"head_dim": -(-head_dim // 8) * 8, "value_dim": -(-value_dim // 8) * 8}
     call = SimpleNamespace(
         **(counts | padded),
@@ -171,6 +176,7 @@ def explain_attention(
         is_of_keys=key_bias,
         is_shifted=shifted,
         is_backward=backward,
+        is_deterministic=deterministic,
         multiprocessors=device.multiprocessors,
         major=device.major,
         shared_bytes=device.shared_bytes,
@@ -267,6 +273,8 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
             refused = "a dense bias in float32"
         elif call.is_of_keys and call.has_mask:
             refused = "a bias of keys beside a mask of pairs"
+        elif call.is_backward and plan.queries_in_order:
+            refused = "the order that deterministic mode asks for here"
         elif head_dim <= limits["kSmallHeadDim"]:
             least = f"{limits['kFilledPercent']}% of their tiles"
             refused = f"a head dimension of {head_dim} where it fills less than {least}"
@@ -280,6 +288,8 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
         held = f"{plan.tile_head_dim} and {plan.tile_value_dim} of values"
         held += f" hold {call.head_dim} and {call.value_dim}"
     reasons += [f"tiles for head dimensions up to {held}"]
+    if call.is_backward:
+        reasons += _order(plan)
     if call.is_of_keys and plan.is_hopper:
         kind = "bias" if call.is_backward else "mask"
         reasons += [f"kernels for a {kind} of keys add the bias of keys"]
@@ -290,12 +300,22 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
     return "; ".join(reasons)
 
 
+def _order(plan: SimpleNamespace) -> list[str]:
+    """How the backward pass sums gradients in a fixed order, where it does."""
+    reasons = []
+    if plan.query_sums > 1:
+        reasons += [f"gradients of queries have {plan.query_sums} sums, added in order"]
+    if plan.takes_turns:
+        reasons += ["blocks take turns at gradients of queries"]
+    if plan.queries_in_order:
+        reasons += ["a launch of its own makes gradients of queries in order"]
+    if plan.bias_in_order:
+        reasons += ["a launch of its own sums the gradient of the bias in order"]
+    return reasons
+
+
 def _check(
-    counts: dict[str, int],
-    limits: Window,
-    is_stray_gradient: bool,
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype,
+    counts: dict[str, int], limits: Window, dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> None:
     check_call(counts, dtype, limits)
     if counts["heads"] % counts["key_heads"] != 0:
@@ -304,8 +324,6 @@ def _check(
         )
     if bias_dtype not in (dtype, torch.float32):
         raise ValueError(f"bias_dtype: expected {dtype} or torch.float32, got {bias_dtype}")
-    if is_stray_gradient:
-        raise ValueError("bias_gradient: only the backward pass of a bias computes it")
     constants = kernel_limits().attention
     is_float = dtype == torch.float32
     most = constants["kMaxFloatHeadDim" if is_float else "kMaxHeadDim"]
