@@ -164,6 +164,54 @@ _MEANT = {
 }
 
 
+def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    """Whether a tensor broadcasts to the target."""
+    if len(shape) > len(target):
+        return False
+    for size, wanted in zip(
+        reversed(shape), reversed(target), strict=False
+    ):  # all() takes twice as long
+        if size != 1 and size != wanted:  # not `in`: sizes may be symbolic
+            return False
+    return True
+
+
+def hint_at_sharing(
+    name: str, shape: tuple[int, ...], target: tuple[int, ...], of_scores: int = 2
+) -> str:
+    """How to write that several examples, or heads, read one entry, if that may be meant.
+
+    Args:
+        name: of the tensor.
+        shape: of the tensor.
+        target: [..., heads, queries, keys], which it does not broadcast to. Or without the last
+            dimension, of ranges, or with one of distances in place of the last two.
+        of_scores: dimensions of the target behind the heads.
+    """
+    missing = len(target) - len(shape)
+    wrong = [
+        dim
+        for dim, (size, whole) in enumerate(zip(shape, target[missing:], strict=False))
+        if missing >= 0 and size not in (1, whole)
+    ]
+    if len(wrong) != 1:
+        return ""
+    (own,) = wrong
+    dim, entries, whole = missing + own, shape[own], target[missing + own]
+    if dim > len(target) - of_scores - 1 or entries == 0 or whole % entries != 0:
+        return ""
+    each = whole // entries
+    which = "heads" if dim == len(target) - of_scores - 1 else "examples"
+    outer = f"query.unflatten({dim}, ({entries}, {each})) and {name}.unsqueeze({own + 1})"
+    inner = f"query.unflatten({dim}, ({each}, {entries}))"
+    if own > 0:
+        inner += f" and {name}.unsqueeze({own})"
+    return (
+        f"; {which} share entries only by broadcasting: if number i reads entry i // {each}, pass "
+        f"{outer}, if it reads entry i % {entries}, pass {inner}, and key and value likewise"
+    )
+
+
 def misnamed(
     name: str, given: int, unnamed: tuple[Any, ...], others: Mapping[str, Any]
 ) -> TypeError:

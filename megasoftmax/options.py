@@ -15,6 +15,7 @@ from torch import Tensor
 from megasoftmax.biases import RelativeBias, ShiftedBias
 from megasoftmax.checks import (
     as_integer,
+    broadcasts,
     check_device,
     check_dtype,
     check_flag,
@@ -22,6 +23,7 @@ from megasoftmax.checks import (
     check_layout,
     check_least_rank,
     checked_integer,
+    hint_at_sharing,
     is_batched,
     is_integer,
     kind,
@@ -582,10 +584,10 @@ def _check_tile_mask(mask: TileMask, query: Tensor, shape: tuple[int, ...]) -> N
     check_device("mask", mask.tensor, "query", query)
     blocks = tuple(-(-size // mask.block) for size in shape[-2:])
     found, target = mask.tensor.shape, (*shape[:-2], *blocks)
-    if found[-2:] != blocks or not _broadcasts(found, target):
+    if found[-2:] != blocks or not broadcasts(found, target):
         raise ValueError(
             f"mask: expected blocks of {mask.block} that broadcast to {target}, none missing in "
-            f"the last two, got {tuple(found)}{_hint_at_sharing('mask', found, target)}"
+            f"the last two, got {tuple(found)}{hint_at_sharing('mask', found, target)}"
         )
 
 
@@ -606,12 +608,12 @@ def check_attention_bias(
     else:
         target = (*shape[:-2], distances)
         fits = columns == distances
-    if not fits or not _broadcasts(table.shape, target):  # tracers would note what is named here
+    if not fits or not broadcasts(table.shape, target):  # tracers would note what is named here
         rows = f"{shape[-2]}, at least " if isinstance(bias, ShiftedBias) else ""
         raise ValueError(
             f"bias.table: expected [..., heads, {rows}{distances}] that broadcasts to {target}, "
             f"got {tuple(table.shape)}"
-            f"{_hint_at_sharing('bias.table', table.shape, target, bias.trailing - 1)}"
+            f"{hint_at_sharing('bias.table', table.shape, target, bias.trailing - 1)}"
         )
 
 
@@ -622,62 +624,15 @@ def check_companion(
     check_device(name, tensor, name_of_scores, scores)
     shape = tensor.shape
     # Of other lengths they are not compared: tracers would note that open sizes differ.
-    if (len(shape) != len(target) or shape != target) and not _broadcasts(shape, target):
+    if (len(shape) != len(target) or shape != target) and not broadcasts(shape, target):
         hint = ""
         if len(target) == 4 and tuple(shape) == (target[0], target[3]):
             hint = f"; pass one of [batch, keys] as {name}[:, None, None, :]"
         elif name_of_scores == "query":
-            hint = _hint_at_sharing(name, shape, target)
+            hint = hint_at_sharing(name, shape, target)
         raise ValueError(
             f"{name}: expected a shape that broadcasts to {tuple(target)}, got {tuple(shape)}{hint}"
         )
-
-
-def _hint_at_sharing(
-    name: str, shape: tuple[int, ...], target: tuple[int, ...], of_scores: int = 2
-) -> str:
-    """How to write that several examples, or heads, read one entry, if that may be meant.
-
-    Args:
-        name: of the tensor.
-        shape: of the tensor.
-        target: [..., heads, queries, keys], which it does not broadcast to. Or without the last
-            dimension, of ranges, or with one of distances in place of the last two.
-        of_scores: dimensions of the target behind the heads.
-    """
-    missing = len(target) - len(shape)
-    wrong = [
-        dim
-        for dim, (size, whole) in enumerate(zip(shape, target[missing:], strict=False))
-        if missing >= 0 and size not in (1, whole)
-    ]
-    if len(wrong) != 1:
-        return ""
-    (own,) = wrong
-    dim, entries, whole = missing + own, shape[own], target[missing + own]
-    if dim > len(target) - of_scores - 1 or entries == 0 or whole % entries != 0:
-        return ""
-    each = whole // entries
-    which = "heads" if dim == len(target) - of_scores - 1 else "examples"
-    outer = f"query.unflatten({dim}, ({entries}, {each})) and {name}.unsqueeze({own + 1})"
-    inner = f"query.unflatten({dim}, ({each}, {entries}))"
-    if own > 0:
-        inner += f" and {name}.unsqueeze({own})"
-    return (
-        f"; {which} share entries only by broadcasting: if number i reads entry i // {each}, pass "
-        f"{outer}, if it reads entry i % {entries}, pass {inner}, and key and value likewise"
-    )
-
-
-def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
-    if len(shape) > len(target):
-        return False
-    for size, wanted in zip(
-        reversed(shape), reversed(target), strict=False
-    ):  # all() takes twice as long
-        if size != 1 and size != wanted:  # not `in`: sizes may be symbolic
-            return False
-    return True
 
 
 def _check_scores(name: str, scores: Tensor, options: SoftmaxOptions | TopkOptions) -> None:

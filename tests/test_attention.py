@@ -426,9 +426,13 @@ def test_masks_of_keys_beside_any_logits(logit: float, dim: int, dtype: torch.dt
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dim", [32, 64, 80, 128])
-def test_masked_keys_add_nothing(dim: int, dtype: torch.dtype, in_order: bool) -> None:
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_masked_keys_add_nothing(
+    takes_turns: bool, dim: int, dtype: torch.dtype, in_order: bool
+) -> None:
     """Not to queries that are no number and see no key, nor where D is large."""
-    q, k, v = tensors("cuda", dtype, batch=2, lengths=(200, 200), dims=(dim, dim))
+    batch = 3000 // dim if takes_turns else 2  # a sum for each tile of keys would take 18 MB
+    q, k, v = tensors("cuda", dtype, batch=batch, lengths=(200, 200), dims=(dim, dim))
     leaves = [each.requires_grad_() for each in (q, k, v)]
     columns = torch.arange(200, device="cuda")
     with torch.no_grad():
@@ -591,8 +595,8 @@ SHARING: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
 @pytest.mark.parametrize(
     ("dtype", "dims"),
     [
-        *((torch.bfloat16, dims) for dims in ((16, 16), (24, 32), (48, 48), (64, 40), (32, 256))),
-        (torch.float16, (32, 32)),
+        *((torch.bfloat16, dims) for dims in ((16, 16), (24, 48), (48, 48), (64, 40), (32, 256))),
+        *((torch.float16, dims) for dims in ((32, 32), (64, 64), (72, 72))),
         *((torch.float32, dims) for dims in ((24, 24), (64, 64), (40, 128))),
     ],
 )
@@ -811,7 +815,7 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
 @pytest.mark.parametrize(
     "masking", ["none", "causal", "keys", "pairs", "window", "ranges", "dropout"]
 )
-@pytest.mark.parametrize("bias_of", ["nothing", "keys", "pairs", "pairs of each batch"])
+@pytest.mark.parametrize("bias_of", ["nothing", "keys", "pairs", "pairs of each batch", "table"])
 @pytest.mark.parametrize(
     ("batch", "lengths", "dim"),
     [
@@ -821,26 +825,31 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
         (140, (200, 330), 32),  # more blocks than run at a time
         (70, (200, 336), 48),  # Hopper's
         (70, (300, 520), 64),
-        (16, (600, 336), 32),  # blocks of a head that begin together, Hopper's
-        (12, (600, 330), 64),
+        (16, (600, 336), 32),  # a sum for each tile of keys, Hopper's, just below 16 MB
+        (20, (600, 336), 32),  # blocks of a head that begin together
+        (8, (900, 330), 64),  # and clusters of 8 of them
         (40, (130, 300), 128),
         (20, (300, 400), 96),
         (70, (100, 150), 256),  # a launch for gradients of queries
         (2, (1500, 2000), 80),  # blocks wait for many others
-        *((2, (200, 330), dim) for dim in (32, 96, 256)),  # on Hopper, sums of each tile of keys
+        *((2, (200, 330), dim) for dim in (48, 96, 256)),  # on Hopper, a sum for each tile of keys
+        (2, (40, 1500), 32),  # a launch for gradients of queries
     ],
 )
 def test_all_gradients_have_the_same_bits_in_deterministic_mode(
     batch: int, lengths: tuple[int, int], dim: int, bias_of: str, masking: str
 ) -> None:
-    """Blocks of keys take turns: other bits would come from additions in another order."""
+    """Another order of additions would make other bits."""
     queries, keys = lengths
     shape = {"batch": batch, "heads": (4, 2), "lengths": lengths, "dims": (dim, dim)}
     q, k, v = tensors("cuda", torch.bfloat16, **shape)
-    entries = {"keys": (1, 4, 1, keys), "pairs of each batch": (batch, 4, *lengths)}
-    given = entries.get(bias_of, (1, 4, *lengths))
-    bias = normal(*given, device="cuda", dtype=torch.bfloat16, seed=4)
-    leaves = [each.requires_grad_() for each in (q, k, v, bias)]
+    sizes = {"keys": (1, 4, 1, keys), "pairs of each batch": (batch, 4, *lengths)}
+    sizes["table"] = (4, queries + keys - 1)
+    entries = normal(
+        *sizes.get(bias_of, (1, 4, *lengths)), device="cuda", dtype=torch.bfloat16, seed=4
+    )
+    leaves = [each.requires_grad_() for each in (q, k, v, entries)]
+    bias: Any = RelativeBias(entries) if bias_of == "table" else entries
     if bias_of == "nothing":
         leaves.pop()
         bias = None

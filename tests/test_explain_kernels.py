@@ -549,11 +549,17 @@ def sums(count: int) -> str:
         ((1, 16, 1025, 32), {}, True, {TURNS}),
         ((1, 4, 512, 256), {}, True, {sums(8)}),
         ((1, 4, 2048, 256), {}, False, {IN_ORDER}),
-        ((1, 4, 256, 64), {"keys": 128}, True, set()),  # one block of keys
+        # One block of keys, whatever the size.
+        *(
+            ((batch, 4, 256, dim), {"keys": 64}, True, set())
+            for batch in (1, 300)
+            for dim in (64, 256)
+        ),
         ((1, 4, 64, 64), {"keys": 32768}, True, {sums(256)}),
         ((1, 8, 128, 64), {"keys": 65536}, False, {IN_ORDER}),  # blocks would wait for many
         # Portable kernels have no such sums.
-        ((1, 16, 1024, 32), {"major": 8}, False, {TURNS}),
+        ((4, 16, 1024, 32), {"major": 8}, False, {TURNS}),
+        ((1, 16, 1024, 32), {"major": 8}, False, {IN_ORDER}),  # blocks would wait for many
         ((1, 4, 1024, 96), {"major": 8}, False, {IN_ORDER}),
         ((64, 8, 512, 64), {"bias": True}, True, {TURNS, BIAS_IN_ORDER}),
         ((8, 8, 1024, 64), {"bias": True}, True, {TURNS}),  # clusters of 8 blocks sum it

@@ -64,7 +64,7 @@ struct AttentionParams : LogitOptions {
 
   // Backward, set by the launcher. takes_all_queries: a block of keys takes all tiles of queries,
   // also those that see none of its keys. takes_turns: blocks wait for those with later keys, so
-  // the grid begins with the last keys of up to kHeadsOfTurns heads.
+  // the grid begins with the last keys of some heads, see heads_of_section.
   bool takes_all_queries = false, takes_turns = false;
 
   // [3, batches, heads, queries]. 0: the largest logit, or a number less than 10 below it and 28
@@ -259,7 +259,7 @@ struct AttentionBackwardParams : AttentionParams {
   int64_t query_sum_bytes() const {
     return rows() * head_dim * static_cast<int64_t>(sizeof(float));
   }
-  // Where the sums of a tile of keys have a batch, if dimensions query_sums and batches are one.
+  // Where a batch of the sums of a tile of keys lies: a map has one dimension for both.
   __device__ int batch_of_sums(int batch, int key_tile) const {
     return query_sums == 1 ? batch : key_tile * static_cast<int>(batches) + batch;
   }

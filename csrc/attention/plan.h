@@ -109,8 +109,7 @@ struct BackwardPlan : AttentionPlan {
   int64_t query_parts_at = 0, pairs_at = 0;
 
   bool sums_queries() const {
-    return query_gradient == QueryGradient::kAdded || query_gradient == QueryGradient::kInTurns ||
-           query_gradient == QueryGradient::kInParts;
+    return query_gradient != QueryGradient::kInOrder && query_gradient != QueryGradient::kWhole;
   }
   // Completes a plan whose other members are set.
   void finish(const AttentionBackwardParams& params) {
@@ -282,7 +281,7 @@ inline bool is_unmasked(const AttentionParams& params) {
 
 // Whether turns lose less time than a launch for dQ in order takes. A GPU runs `room` blocks of
 // keys at a time. Without causality, a block waits for one step of each block of the same head that
-// began with it. It must have as many steps.
+// began with it.
 template <class Tile>
 bool is_faster_in_turns(const AttentionBackwardParams& params, const Tile& tile, int64_t room) {
   const int64_t heads = std::max<int64_t>(params.batches * params.key_heads, 1);
@@ -290,7 +289,7 @@ bool is_faster_in_turns(const AttentionBackwardParams& params, const Tile& tile,
       std::min(divide_up(room, heads), divide_up<int64_t>(params.keys, tile.keys()));
   const int64_t steps =
       divide_up<int64_t>(params.queries, tile.queries) * params.heads_per_key_head.divisor;
-  return tile.has_turns() && together - 1 <= steps;
+  return tile.has_turns() && Tile::kStepsOfTurn * (together - 1) <= steps;
 }
 
 // How gradients of queries are summed by kernels with such tiles, of whose blocks a GPU runs `room`
@@ -303,7 +302,7 @@ QueryGradient query_gradient_kind(const AttentionBackwardParams& params, const T
 }
 
 // How many heads of all batches form a section of TileOrder. `heads` and `batches` are those of the
-// grid. `of_turns`: most heads where blocks take turns.
+// grid. `of_turns`: most heads where blocks take turns, but all batches that share a bias.
 // * Batches that share a dense bias stay together, so that it is read from device memory once.
 // * Tiles of one length: one head at a time.
 // * Tiles of different lengths: more heads, whose short tiles fill what long ones leave. Tiles of a

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
                            params.queries - first_query, params.head_dim);
 }
 
-// dQ from its sums, 8 columns per thread.
+// dQ from its sums, 8 columns per thread. Those of several tiles of keys are added in order.
 template <class T>
 __global__ void __launch_bounds__(256)
     attention_query_gradient_kernel(const __grid_constant__ AttentionBackwardParams params) {

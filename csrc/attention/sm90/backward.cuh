@@ -18,8 +18,8 @@
 // With a relative bias one of them fills in its entries for a tile. All four warps sum the
 // gradients of scores along diagonals while the next tile runs.
 //
-// Without a dense or relative bias two of them add dQ to the sums in global memory, and wait for
-// turns.
+// Two of them may add dQ to the sums in global memory, and wait for turns, where they have nothing
+// else to do.
 //
 // With dropout and 128 queries in a tile, a warpgroup makes the dropout bits of the next tile while
 // the products for dQ and dK run.

@@ -27,23 +27,22 @@ bool is_compiled(Kernel* kernel) {
 }
 
 // Launches so many blocks for the tiles of all heads and batches. Those that follow each other are
-// in clusters of `cluster`, unless that is 1.
+// in clusters of `cluster`, unless that is 1. `of_turns`: see heads_of_section.
 template <class Params, class Maps>
 cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_t heads,
-                             int64_t blocks, int cluster, int threads, int shared_bytes,
-                             cudaStream_t stream, Params params, const Maps& maps) {
+                             int64_t of_turns, int64_t blocks, int cluster, int threads,
+                             int shared_bytes, cudaStream_t stream, Params params,
+                             const Maps& maps) {
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   // Blocks that know their tiles from the start get tiles of all lengths, also without sections.
   const Device& device = current_device();
   bool is_known = !lengths_may_differ(params);
   if constexpr (requires { params.tile_counter; }) is_known &= params.tile_counter == nullptr;
-  const bool has_window = params.window_left >= 0 || params.window_right >= 0;
-  params.order =
-      TileOrder(tiles, params.batches,
-                heads_of_section(params, heads, params.batches, bytes_of_head(params),
-                                 blocks < items && is_known ? 0 : device.cache_bytes,
-                                 has_window ? 1 : kHopperHeadsOfTurns, device.multiprocessors));
+  params.order = TileOrder(tiles, params.batches,
+                           heads_of_section(params, heads, params.batches, bytes_of_head(params),
+                                            blocks < items && is_known ? 0 : device.cache_bytes,
+                                            of_turns, device.multiprocessors));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
                 shared_bytes, cluster == 1 ? Together::kNot : Together::kInClusters, cluster,
                 stream, params, maps);
@@ -162,8 +161,9 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
           MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_rows_anywhere(
               maps.bias, params.bias, params.bias_batches(), params.bias_heads(), params.queries,
               params.keys, 64, Memory::kKeys));
-        return launch_with_maps(kernel, plan.splits.count * plan.row_tiles, plan.heads, plan.blocks,
-                                1, Memory::kThreads, Memory::kBytes, stream, params, maps);
+        return launch_with_maps(kernel, plan.splits.count * plan.row_tiles, plan.heads, 1,
+                                plan.blocks, 1, Memory::kThreads, Memory::kBytes, stream, params,
+                                maps);
       }
     });
   });
@@ -235,9 +235,9 @@ bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
   return is_there;
 }
 
-// All but the bias. `box_queries`: rows of a box of queries.
+// All but the bias. `box_queries`: rows of a box of queries. `row_bytes`: 64 or 128.
 inline cudaError_t make_narrow_maps(NarrowTensorMaps& maps, const AttentionBackwardParams& params,
-                                    int box_queries, int row_bytes = 64) {
+                                    int box_queries, int row_bytes) {
   const auto make = [&](CUtensorMap& map, const Strided& tensor, int64_t heads, int rows,
                         int columns, int box_rows) {
     return make_tensor_map(map, tensor, params.batches, heads, rows, columns, box_rows, row_bytes);
@@ -261,7 +261,8 @@ cudaError_t launch_heads(const BackwardLaunch& launch, cudaStream_t stream) {
       AttentionBackwardParams params = launch.params;
       params.order = TileOrder(1, params.batches, 1);
       NarrowTensorMaps maps;
-      MEGASOFTMAX_RETURN_IF_ERROR(make_narrow_maps(maps, params, Memory::kQueries));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_narrow_maps(maps, params, Memory::kQueries, Memory::kRowBytes));
       if constexpr (kHasBias)
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
@@ -350,6 +351,7 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
         const auto launch_kernel = [&]<HopperMask kMask, bool kHasTurns>() {
           return launch_with_maps(hopper_backward_kernel<T, kBias, kMask, kIndex, kHasTurns>(),
                                   divide_up(params.keys, Memory::kKeys), params.key_heads,
+                                  heads_of_turns(params, Memory::kQueries, current_device()),
                                   plan.blocks, cluster, Memory::kThreads, Memory::kBytes, stream,
                                   params, maps);
         };

@@ -295,6 +295,17 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
              : -1;
 }
 
+// Most heads whose tiles lie side by side where blocks take turns: so many that those of a head
+// that begin together are about as many as its steps. With causality a block comes to the queries
+// of the next block a step after it, so all may have one head.
+inline int64_t heads_of_turns(const AttentionBackwardParams& params, int tile_queries,
+                              const Device& device) {
+  if (params.window_right >= 0 && params.queries >= params.keys) return 1;
+  const int64_t steps =
+      divide_up<int64_t>(params.queries, tile_queries) * params.heads_per_key_head.divisor;
+  return std::max(kHopperHeadsOfTurns, device.multiprocessors / std::max<int64_t>(steps, 1));
+}
+
 // How Hopper's kernel makes the gradient of a bias in order, if it does.
 inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
     const AttentionBackwardParams& params, const Device& device) {
@@ -411,14 +422,16 @@ struct Sm90 {
     plan.tile = hopper_backward_tile(params);
     if (plan.tile < 0 || !has_code(plan.tile)) return {};
     const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[plan.tile];
-    plan.query_gradient =
-        query_gradient_kind(params, tile, device.multiprocessors, is_deterministic);
     const int64_t key_tiles = divide_up<int64_t>(params.keys, tile.keys());
-    if (is_deterministic && key_tiles * params.query_sum_bytes() <= kMostQuerySumBytes) {
+    if (is_deterministic &&
+        (key_tiles == 1 || key_tiles * params.query_sum_bytes() <= kMostQuerySumBytes)) {
       plan.query_gradient = QueryGradient::kInParts;
       plan.query_sums = static_cast<int>(key_tiles);
+    } else {
+      plan.query_gradient =
+          query_gradient_kind(params, tile, device.multiprocessors, is_deterministic);
     }
-    // dQ in order is made by portable kernels alone.
+    // The launch for dQ is one of the portable kernels.
     if (plan.query_gradient == QueryGradient::kInOrder)
       return Sm80::plan(params, is_deterministic, device, QueryGradient::kInOrder);
     plan.tile_head_dim = tile.head_dim;

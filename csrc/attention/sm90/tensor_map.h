@@ -84,8 +84,8 @@ inline cudaError_t make_map_of_rows_anywhere(CUtensorMap& map, const Strided& te
   return static_cast<cudaError_t>(result);
 }
 
-// Maps of boxes of 32 or 64 columns, of queries and of 128 keys. The bias has
-// boxes of 64 queries and 64 keys.
+// Maps of boxes of 32 or 64 columns, of queries and of 128 keys. The bias has boxes of 64 queries
+// and 64 keys.
 struct NarrowTensorMaps {
   CUtensorMap query, key, value, output_gradient, bias;
 };

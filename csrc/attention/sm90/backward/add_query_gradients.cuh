@@ -1,6 +1,7 @@
 #pragma once
-// Adds dQ to the sums in global memory, by one lane of a warp for each warpgroup that makes it. So
-// a warpgroup waits neither for a turn nor for the end of an addition.
+// Adds dQ to the sums in global memory, by one lane of a warp for each warpgroup that makes it: the
+// warps after the copying one. So a warpgroup waits neither for a turn nor for the end of an
+// addition.
 
 #include "../../turns.cuh"
 #include "block.cuh"

@@ -20,9 +20,10 @@ struct HopperBackward {
   static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;
   using Memory = HopperBackwardMemory<kBias, kIndex>;
   // Whether warps of the copying warpgroup add dQ to global memory, so that others do not wait for
-  // it. With a relative bias, or a dense one whose gradient is summed, these warps make its
-  // gradient. The copying warpgroup would spill beside a dense bias, and beside masks of pairs,
-  // ranges and dropout. So with one of these instances for turns alone do it, with both none.
+  // it. With a relative bias these warps make its gradient. So they do with a dense bias, where
+  // they sum that or bring rows that begin anywhere. With a dense bias, or with masks of pairs,
+  // ranges and dropout, the copying warpgroup would spill, so instances for turns alone have adding
+  // warps. With both none has.
   static constexpr bool kMayHaveAddingWarps =
       is_bias(kBias) ? kBias == HopperBias::kTile && kIsUnmasked && kHasTurns
                      : kIsUnmasked || kHasTurns;

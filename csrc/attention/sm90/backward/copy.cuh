@@ -2,8 +2,7 @@
 // The copying warpgroup of Hopper's backward. One warp copies to shared memory: keys and values of
 // the block, then queries, gradients of outputs and a dense bias of one tile after the other.
 //
-// Without a dense or relative bias two other warps add dQ to the sums in global memory, see
-// add_query_gradients.cuh.
+// Two other warps may add dQ to the sums in global memory, see add_query_gradients.cuh.
 //
 // With a relative bias another warp fills in its entries for a tile, and all four warps sum
 // gradients of scores along diagonals, while the next tile runs.

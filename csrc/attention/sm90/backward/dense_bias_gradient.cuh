@@ -214,7 +214,7 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::make_dense_bias_gradient(
   const int heads = static_cast<int>(params.heads_per_key_head.divisor);
   int head = key_head * heads;
   const auto clear = [&](int begin, int end) {
-    // Without those that add dQ.
+    // The first warps add dQ and clear nothing.
     const int first = has_adding_warps(bias_sums) ? kWarpgroups : 0;
     const int warps = Memory::kSummingWarps - first;
     clear_bias_gradient<T>(params, (bias_batch * params.heads + head) * params.queries, begin, end,

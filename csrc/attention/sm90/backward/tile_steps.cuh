@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_sums(char* panel, const float (&results)[k
 }
 
 // Starts to add the sums of a warpgroup, a part of dQ of a tile, to those in global memory. Called
-// by one thread. `batch` counts the sums of a row, too, see AttentionBackwardParams::batch_of_sums.
+// by one thread. `batch`: see AttentionBackwardParams::batch_of_sums.
 template <class Memory>
 __device__ __forceinline__ void start_sums(const BackwardTensorMaps& maps, const Memory& memory,
                                            int warpgroup, int head, int query, int batch) {
