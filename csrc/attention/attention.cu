@@ -20,15 +20,15 @@ cudaError_t with_type(const AttentionParams& params, Body&& body) {
 
 std::atomic<bool> are_portable_alone{false};
 
-// has_code(backend, tile) of a launch, for backends.h.
+// has_code(backend) of a launch, for backends.h.
 template <class Params>
 auto code_for(const Params& params) {
-  return [&params]<class Backend>(Backend backend, int tile) {
+  return [&params]<class Backend>(Backend backend) {
     bool is_there = false;
     if (are_portable_alone) return is_there;
     with_type(params, [&](auto of_type) {
       using T = decltype(of_type);
-      if constexpr (Backend::template has_type<T>()) is_there = has_code<T>(backend, params, tile);
+      if constexpr (Backend::template has_type<T>()) is_there = has_code<T>(backend);
       return cudaSuccess;
     });
     return is_there;

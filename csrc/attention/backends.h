@@ -19,19 +19,18 @@ auto with_backend(BackendId id, Body&& body) {
   }
 }
 
-// The plan of the first backend that takes a launch. `has_code(backend, tile)`: whether the kernels
-// for a row of its tiles were compiled for this GPU.
+// The plan of the first backend that takes a launch. `has_code(backend)`: whether its kernels were
+// compiled for this GPU.
 template <class HasCode>
 ForwardPlan forward_plan(const AttentionForwardParams& params, const Device& device,
                          HasCode&& has_code) {
-  const auto found = Sm90::plan(params, device, [&](int tile) { return has_code(Sm90{}, tile); });
+  const auto found = Sm90::plan(params, device, [&] { return has_code(Sm90{}); });
   return found ? *found : Sm80::plan(params, device);
 }
 template <class HasCode>
 BackwardPlan backward_plan(const AttentionBackwardParams& params, bool is_deterministic,
                            const Device& device, HasCode&& has_code) {
-  const auto found = Sm90::plan(params, is_deterministic, device,
-                                [&](int tile) { return has_code(Sm90{}, tile); });
+  const auto found = Sm90::plan(params, is_deterministic, device, [&] { return has_code(Sm90{}); });
   return found ? *found : Sm80::plan(params, is_deterministic, device);
 }
 

@@ -81,7 +81,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   device.shared_bytes_per_sm = device.shared_bytes + kReservedSharedBytes;
   device.major = count("major");
   device.max_cluster = device.major >= kHopperMajor ? kPortableCluster : 1;
-  const auto has_code = [](auto, int) { return true; };
+  const auto has_code = [](auto) { return true; };
   // Plans again with the rows that the bindings copy a bias to, if they do.
   const auto planned = [&](auto&& params, auto&& make_plan) {
     auto plan = make_plan();

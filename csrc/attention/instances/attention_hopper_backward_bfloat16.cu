@@ -1,6 +1,5 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template bool has_code<__nv_bfloat16>(Sm90, const AttentionBackwardParams&, int);
 template cudaError_t launch_backward<__nv_bfloat16>(Sm90, const BackwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

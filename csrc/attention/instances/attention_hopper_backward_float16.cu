@@ -1,6 +1,5 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template bool has_code<__half>(Sm90, const AttentionBackwardParams&, int);
 template cudaError_t launch_backward<__half>(Sm90, const BackwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

@@ -1,6 +1,5 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template bool has_code<__nv_bfloat16>(Sm90, const AttentionForwardParams&, int);
 template cudaError_t launch_forward<__nv_bfloat16>(Sm90, const ForwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

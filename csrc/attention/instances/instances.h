@@ -31,10 +31,8 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
 template <class T>
 cudaError_t launch_bias_gradient(Sm90, const BackwardLaunch& launch, cudaStream_t stream);
 
-// Whether the code of a backend for a row of its tiles was compiled for this GPU.
+// Whether the code of a backend was compiled for this GPU.
 template <class T>
-bool has_code(Sm90, const AttentionForwardParams& params, int tile);
-template <class T>
-bool has_code(Sm90, const AttentionBackwardParams& params, int tile);
+bool has_code(Sm90);
 
 }  // namespace megasoftmax

@@ -96,25 +96,6 @@ constexpr bool has_forward_kernel(HopperBias bias) {
 }
 
 template <class T>
-bool has_code(Sm90, const AttentionForwardParams& params, int tile) {
-  bool is_there = false;
-  with_regime(kAttentionHopperTiles, tile, [&]<int kIndex>() {
-    const HopperBias bias =
-        bias_of_forward_kernels(hopper_bias(params, kAttentionHopperTiles[kIndex]));
-    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
-      if constexpr (has_forward_kernel<kIndex>(kBias)) {
-        static const bool has_kernels =
-            is_compiled(attention_hopper_forward_kernel<T, kBias, HopperMask::kNone, kIndex>) &&
-            is_compiled(attention_hopper_forward_kernel<T, kBias, HopperMask::kAny, kIndex>);
-        is_there = has_kernels;
-      }
-      return cudaSuccess;
-    });
-  });
-  return is_there;
-}
-
-template <class T>
 cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t stream) {
   const ForwardPlan& plan = launch.plan;
   return with_regime(kAttentionHopperTiles, plan.tile, [&]<int kIndex>() {
@@ -218,20 +199,10 @@ constexpr HopperMask widest_mask(HopperBias bias) {
                                                                 : HopperMask::kAny;
 }
 
+// All files have code for the same GPUs, so one kernel speaks for all.
 template <class T>
-bool has_code(Sm90, const AttentionBackwardParams& params, int tile) {
-  bool is_there = false;
-  with_regime(kAttentionHopperBackwardTiles, tile, [&]<int kIndex>() {
-    const HopperBias bias = hopper_bias(params, kAttentionHopperBackwardTiles[kIndex]);
-    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
-      if constexpr (takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
-        static const bool has_kernels =
-            is_compiled(hopper_backward_kernel<T, kBias, widest_mask(kBias), kIndex>());
-        is_there = has_kernels;
-      }
-      return cudaSuccess;
-    });
-  });
+bool has_code(Sm90) {
+  static const bool is_there = is_compiled(attention_hopper_bias_gradient_kernel<T, false, 0>);
   return is_there;
 }
 

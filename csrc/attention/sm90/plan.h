@@ -376,8 +376,8 @@ struct Sm90 {
     return sizeof(T) == 2;
   }
 
-  // None where the kernels do not take a launch, or where others are faster. `has_code(tile)`:
-  // whether the kernels of a row of kAttentionHopperTiles were compiled for this GPU.
+  // None where the kernels do not take a launch, or where others are faster. `has_code()`: whether
+  // they were compiled for this GPU.
   template <class HasCode>
   static std::optional<ForwardPlan> plan(const AttentionForwardParams& params, const Device& device,
                                          HasCode&& has_code) {
@@ -385,9 +385,9 @@ struct Sm90 {
     ForwardPlan plan;
     plan.backend = kId;
     plan.tile = hopper_heads_tile(params, device, plan.blocks);
-    if (plan.tile >= 0 && has_code(0)) return plan_heads(plan);
+    if (plan.tile >= 0 && has_code()) return plan_heads(plan);
     plan.tile = hopper_forward_tile(params);
-    if (plan.tile < 0 || !has_code(plan.tile)) return {};
+    if (plan.tile < 0 || !has_code()) return {};
     const AttentionHopperTile& tile = kAttentionHopperTiles[plan.tile];
     plan.reads_bias_in_place = reads_in_place(params, hopper_bias(params, tile));
     plan.tile_head_dim = tile.head_dim;
@@ -415,12 +415,12 @@ struct Sm90 {
                                           bool is_deterministic, const Device& device,
                                           HasCode&& has_code) {
     if (device.major != kHopperMajor || small_tile(params, device) >= 0) return {};
-    if (const int tile = hopper_heads_tile(params, device); tile >= 0 && has_code(0))
+    if (const int tile = hopper_heads_tile(params, device); tile >= 0 && has_code())
       return plan_heads(params, tile, device);
     BackwardPlan plan;
     plan.backend = kId;
     plan.tile = hopper_backward_tile(params);
-    if (plan.tile < 0 || !has_code(plan.tile)) return {};
+    if (plan.tile < 0 || !has_code()) return {};
     const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[plan.tile];
     const int64_t key_tiles = divide_up<int64_t>(params.keys, tile.keys());
     if (is_deterministic &&
