@@ -20,10 +20,10 @@ struct HopperBackward {
   static constexpr bool kIsUnmasked = kMask != HopperMask::kAny;
   using Memory = HopperBackwardMemory<kBias, kIndex>;
   // Whether warps of the copying warpgroup add dQ to global memory, so that others do not wait for
-  // it. With a relative bias these warps make its gradient. So they do with a dense bias, where
-  // they sum that or bring rows that begin anywhere. With a dense bias, or with masks of pairs,
-  // ranges and dropout, the copying warpgroup would spill, so instances for turns alone have adding
-  // warps. With both none has.
+  // it. They have other work with a relative bias, with a dense one whose gradient they sum, and
+  // with rows that begin anywhere. The copying warpgroup would spill beside a dense bias, and
+  // beside masks of pairs, ranges and dropout. Beside one of these, only instances for turns have
+  // adding warps. Beside both, none has.
   static constexpr bool kMayHaveAddingWarps =
       is_bias(kBias) ? kBias == HopperBias::kTile && kIsUnmasked && kHasTurns
                      : kIsUnmasked || kHasTurns;
