@@ -140,7 +140,7 @@ def compare(training: Training, rows: dict[str, Row]) -> None:
 def run_case(run: measure.Run, case: Case) -> dict[str, Row]:
     """The figures of each implementation."""
     training = Training(case, run.device)
-    rows: dict[str, Row] = {name: {} for name in case.implementations}
+    rows: dict[str, Row] = {name: {} for name in case.implementations if run.wants(name)}
     compare(training, rows)
     for name, row in rows.items():
         if "note" not in row:

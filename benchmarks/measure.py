@@ -259,6 +259,9 @@ class Run:
     device: Annotated[str, typer.Option(help="cpu or cuda.")]
     out: Annotated[Path | None, typer.Option(help="The CSV file; by default in results/.")] = None
     only: Annotated[str, typer.Option(help="A regular expression of cases.")] = ""
+    implementations: Annotated[str, typer.Option(help="A regular expression of what is timed.")] = (
+        ""
+    )
     quick: Annotated[bool, typer.Option(help="Small sizes, one round.")] = False
     resume: Annotated[bool, typer.Option(help="Leave out cases that the file has.")] = False
     commit: Commit = ""
@@ -282,6 +285,10 @@ class Run:
     def timer(self, head_start: int = HEAD_START) -> Timer:
         """In microseconds."""
         return gpu_timer(head_start) if self.device == "cuda" else host_timer(1, self.device)
+
+    def wants(self, implementation: str) -> bool:
+        """Whether it is to be timed."""
+        return re.search(self.implementations, implementation) is not None
 
     def on_device(self) -> AbstractContextManager:
         """Makes tensors there."""
@@ -368,6 +375,8 @@ class Run:
         """
         ready: dict[str, Calls] = {}
         for name, build in ways.items():
+            if not self.wants(name):
+                continue
             ready[name], output, refusal = prepare(build, passes, gradient, forward_mode)
             if output is not None:
                 look(name, output, ready[name])
