@@ -279,11 +279,11 @@ def main(
             yield line
 
     def before(chosen: list[Case]) -> Iterator[measure.Row]:
-        has_flex, has_flash = run.wants(peers.FLEX), run.wants(peers.FLASH)
         compiled = [
             case
             for case in chosen
-            if (has_flex and case.flex) or (has_flash and has_flash_attention(case))
+            if (case.flex and run.wants(peers.FLEX))
+            or (has_flash_attention(case) and run.wants(peers.FLASH))
         ]
         if WORKERS > 1 and len(compiled) > 1 and run.device == "cuda":
             compile_ahead(compiled)

@@ -94,9 +94,8 @@ def run_case(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     calls: dict[str, measure.Function] = {}
     with run.on_device():
         prompt = torch.randint(1000, (1, length))
-        for name in filter(
-            run.wants, IMPLEMENTATIONS
-        ):  # one model each, so that none is compiled for both
+        # One model each, so that none is compiled for both.
+        for name in filter(run.wants, IMPLEMENTATIONS):
             model = case.build(run.is_small)
             model.set_attn_implementation(name)
             calls[name] = partial(seconds_per_token, model, prompt, case.tokens, options)

@@ -259,9 +259,7 @@ class Run:
     device: Annotated[str, typer.Option(help="cpu or cuda.")]
     out: Annotated[Path | None, typer.Option(help="The CSV file; by default in results/.")] = None
     only: Annotated[str, typer.Option(help="A regular expression of cases.")] = ""
-    implementations: Annotated[str, typer.Option(help="A regular expression of what is timed.")] = (
-        ""
-    )
+    implementations: Annotated[str, typer.Option(help="A regular expression of their names.")] = ""
     quick: Annotated[bool, typer.Option(help="Small sizes, one round.")] = False
     resume: Annotated[bool, typer.Option(help="Leave out cases that the file has.")] = False
     commit: Commit = ""
@@ -287,7 +285,7 @@ class Run:
         return gpu_timer(head_start) if self.device == "cuda" else host_timer(1, self.device)
 
     def wants(self, implementation: str) -> bool:
-        """Whether it is to be timed."""
+        """Whether `--implementations` matches its name: others do not run."""
         return re.search(self.implementations, implementation) is not None
 
     def on_device(self) -> AbstractContextManager:
