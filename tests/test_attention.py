@@ -830,7 +830,9 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
         (8, (900, 330), 64),  # and clusters of 8 of them
         (40, (130, 300), 128),
         (20, (300, 400), 96),
-        (70, (100, 150), 256),  # a launch for gradients of queries
+        (70, (100, 150), 256),
+        (4, (600, 700), 200),  # wide blocks wait for many others
+        (70, (65, 150), 200),
         (2, (1500, 2000), 80),  # blocks wait for many others
         *((2, (200, 330), dim) for dim in (48, 96, 256)),  # on Hopper, a sum for each tile of keys
         (2, (40, 1500), 32),  # a launch for gradients of queries

@@ -548,7 +548,7 @@ def sums(count: int) -> str:
         ((1, 16, 1024, 32), {}, True, {sums(8)}),
         ((1, 16, 1025, 32), {}, True, {TURNS}),
         ((1, 4, 512, 256), {}, True, {sums(8)}),
-        ((1, 4, 2048, 256), {}, False, {IN_ORDER}),
+        ((1, 4, 2048, 256), {}, True, {TURNS}),
         # One block of keys, whatever the size.
         *(
             ((batch, 4, 256, dim), {"keys": 64}, True, set())

@@ -159,7 +159,7 @@ struct AttentionHopperBackwardTile {
   constexpr bool takes_softcap() const { return has_softcap_kernels(head_dim, value_dim); }
   constexpr bool takes_rows_anywhere() const { return head_dim <= kMostHeadDimOfRows; }
   constexpr bool is_wide() const { return head_dim > 128; }
-  constexpr bool has_turns() const { return !is_wide(); }
+  constexpr bool has_turns() const { return true; }
   static constexpr int kStepsOfTurn = 1;
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int keys() const { return is_wide() ? 64 : 64 * warpgroups; }

@@ -263,8 +263,9 @@ struct AttentionBackwardParams : AttentionParams {
   __device__ int batch_of_sums(int batch, int key_tile) const {
     return query_sums == 1 ? batch : key_tile * static_cast<int>(batches) + batch;
   }
-  // Tiles have at least 32 queries. Two blocks, or parts of one, may add to different columns.
-  int64_t turn_count() const { return batches * heads * divide_up(queries, 32) * 2; }
+  // Of tiles of 32 queries or more two for each: two blocks, or parts of one, may add to different
+  // columns. Of tiles of 64 queries four: four warps may add 16 rows each.
+  int64_t turn_count() const { return batches * heads * divide_up(queries, 64) * 4; }
   __host__ __device__ int64_t bias_entries() const {
     return bias_batches() * bias_heads() * queries * bias_pitch();
   }

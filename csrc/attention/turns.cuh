@@ -61,12 +61,13 @@ __device__ __forceinline__ int steps_after(const AttentionParams& params, int ba
                   : visible_steps<kKeys, kQueries>(params, batch, head, query, begin, end);
 }
 
-// The turn of blocks, or of parts of one, that add to the same columns of a tile of queries.
-template <int kQueries>
+// The counter of a tile of queries, for one of kParts parts of its dQ that are added apart:
+// columns, or the rows of a warp.
+template <int kQueries, int kParts = 2>
 __device__ inline uint32_t* turn_of(const AttentionBackwardParams& params, int batch, int head,
                                     int query, int part) {
   const int tiles = divide_up(params.queries, kQueries);
-  return params.turns + ((batch * params.heads + head) * tiles + query / kQueries) * 2 + part;
+  return params.turns + ((batch * params.heads + head) * tiles + query / kQueries) * kParts + part;
 }
 
 // One thread calls both. The other threads are synchronised with it.

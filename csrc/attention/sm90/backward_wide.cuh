@@ -8,11 +8,13 @@
 //     from shared memory, where the first one leaves it: a thread has the same elements of both.
 //     With a softcap that is P times the slope of tanh;
 //   * the third computes dQ from dS, 64 columns at a time, which tensor copies add to the sums in
-//     global memory. One of its threads copies what the others need, two tiles ahead.
+//     global memory, in deterministic mode each warp its 16 rows in turn, see turns.cuh. One of its
+//     threads copies what the others need, two tiles ahead.
 // The warpgroups work on different steps at the same time. Barriers in shared memory tell when
 // another one is done. S, P, dP and dS are transposed, so that P and dS are multiplied from
 // registers.
 
+#include "../turns.cuh"
 #include "backward.cuh"
 #include "backward/capped_weights.cuh"
 
@@ -131,6 +133,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   __syncthreads();
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
+  if (params.turns != nullptr) first_key = params.order.tiles - 1 - first_key;
   first_key *= kKeys;
   QueryTiles<kKeys, kQueries, kIsUnmasked> tiles(params, batch, key_head, first_key);
 
@@ -182,6 +185,10 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
 #pragma unroll 1
     for (int step = 0; tiles.are_left(); tiles.advance(params, batch, first_key), ++step) {
       const int stage = step % kStages;
+      uint32_t* const turn =
+          params.turns == nullptr
+              ? nullptr
+              : turn_of<kQueries, 4>(params, batch, tiles.head, tiles.query, warp_in_group);
       memory.scores_are_there().wait(step & 1);
       start_square(0);
 #pragma unroll
@@ -205,6 +212,11 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
           publish_writes();
           __syncwarp();
           if (lane == 0) {
+            if (turn != nullptr && square == 0 && side == 0) {
+              wait_for_turn(turn, steps_after<kKeys, kQueries, kIsUnmasked, false>(
+                                      params, batch, tiles.head, tiles.query, first_key));
+              publish_writes_to_others();
+            }
             start_sum_of_box(maps.query_gradient_sum, memory.sums(panel) + warp_in_group * 16 * 128,
                              64 * square + 32 * side, tiles.query + 16 * warp_in_group, tiles.head,
                              params.batch_of_sums(batch, first_key / kKeys));
@@ -213,6 +225,11 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
         }
         __syncwarp();  // products are for all lanes at once
         if (square + 1 < kPanels) start_square(square + 1);
+      }
+      if (turn != nullptr && lane == 0) {
+        wait_for_stores();
+        publish_writes_to_others();
+        pass_turn(turn);
       }
     }
     if (lane == 0) wait_for_reads_of_stores();
