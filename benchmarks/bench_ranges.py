@@ -122,6 +122,12 @@ def at_random(case: Case) -> Ways:
     return {"no mask": peers.ours, **masks(excluded)}
 
 
+def tenth_of_keys(case: Case) -> Ways:
+    """A mask excludes a tenth of the keys, of each example others."""
+    excluded = torch.rand(case.batch, 1, 1, case.keys) < 0.1
+    return {"no mask": peers.ours, "mask of keys": lambda: peers.ours(mask=excluded)}
+
+
 def sparse(case: Case) -> Ways:
     """A sixteenth of the blocks, of which each row has its own, at random."""
     count, heads = -(-case.keys // BLOCK), case.heads
@@ -158,6 +164,11 @@ CASES = [
     *(Case(window, f"window {size}", 1, 16, 8192, 8192, size=size) for size in (1024, 128)),
     Case(half_padded, "half padded", 8, 16, 2048, 2048),
     Case(at_random, "random mask", 8, 16, 2048, 2048),
+    *(
+        Case(tenth_of_keys, "a tenth of the keys masked", batch, 16, keys, keys, head_dim)
+        for head_dim in (32, 64, 128)
+        for batch, keys in ((32, 384), (8, 1024), (4, 4096))
+    ),
     Case(sparse, "a sixteenth of the blocks", 1, 8, 32768, 32768),
     Case(decoding, "decoding, window 1024", 8, 32, 1, 65536, size=1024),
     Case(None, "softmax, packed 8 x 1024", 1, 16, 8192, 8192),

@@ -376,12 +376,14 @@ def test_masks_over_any_number_of_tiles(
 @pytest.mark.parametrize("bias", ["none", "shared", "own", "relative"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [(32, 32), (40, 24), (64, 64), (96, 96), (128, 128), (256, 256)])
-@pytest.mark.parametrize("lengths", [(192, 384), (300, 170), (130, 900), (77, 128)])
+@pytest.mark.parametrize(
+    "lengths", [(192, 384), (300, 170), (130, 900), (77, 128), (65, 512), (65, 513)]
+)
 def test_masks_of_keys(
     lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, bias: str
 ) -> None:
-    """They have kernels of their own on Hopper. Tiles before and behind all visible keys are not
-    read."""
+    """They have kernels of their own on Hopper. With more than 512 keys, these leave out tiles
+    before and behind all visible keys."""
     queries, keys = lengths
     shape = {"batch": 3, "heads": (4, 2), "lengths": lengths, "dims": dims}
     q, k, v = tensors("cuda", dtype, **shape)
@@ -395,6 +397,7 @@ def test_masks_of_keys(
         given["bias"] = entries.requires_grad_()
     columns = torch.arange(keys, device="cuda")
     some = coin(3, 1, 1, keys, device="cuda", odds=0.3, seed=6)
+    some = (255 * some.byte()).view(torch.bool)  # any byte but 0 excludes
     ends = torch.tensor([keys // 3, keys, 0], device="cuda").reshape(3, 1, 1, 1)
     cases: dict[str, dict[str, Any]] = {
         "some": {"mask": some, "sink": 0.5},
@@ -410,16 +413,25 @@ def test_masks_of_keys(
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dim", [32, 48, 64, 96, 128])
 @pytest.mark.parametrize("logit", [-100.0, -60.0, -3.0, 0.0, 60.0])
-def test_masks_of_keys_beside_any_logits(logit: float, dim: int, dtype: torch.dtype) -> None:
-    """A row of one key has a sum far below 1, or above."""
-    q, k, v = tensors("cuda", dtype, batch=1, lengths=(200, 300), dims=(dim, dim))
+@pytest.mark.parametrize("keys", [300, 600])
+def test_masks_of_keys_beside_any_logits(
+    keys: int, logit: float, dim: int, dtype: torch.dtype
+) -> None:
+    """A row of one key has a sum far below 1, or above. Excluded keys may be infinite."""
+    q, k, v = tensors("cuda", dtype, batch=1, lengths=(200, keys), dims=(dim, dim))
     with torch.no_grad():
         q[..., :1], k[..., :1] = 8, logit * dim**0.5 / 8
-    mask = coin(1, 1, 1, 300, device="cuda", odds=0.9)
+    mask = coin(1, 1, 1, keys, device="cuda", odds=0.9)
     check(q, k, v, mask=mask, what="some")
+    with torch.no_grad():
+        infinite = k.masked_fill(mask.mT, torch.inf)
+        found, expected = (
+            megasoftmax.attention(q, each, v, mask=mask, fused=True) for each in (infinite, k)
+        )
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     with torch.no_grad():  # one key is left, with sums on both sides of 1
         k[:, :, 7, :1] = 0
-    check(q, k, v, mask=torch.arange(300, device="cuda") != 7, what="all but one")
+    check(q, k, v, mask=torch.arange(keys, device="cuda") != 7, what="all but one")
 
 
 @gpu_with_all_kernels
@@ -1205,7 +1217,7 @@ def test_gradients_of_biases_that_batches_share_have_the_same_bits_each_time(
 @gpu_with_all_kernels
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dim", [64, 96, 128])
-def test_gradients_of_tables_are_no_numbers_at_distances_of_such_a_query_alone(
+def test_gradients_of_tables_are_infinite_at_distances_of_such_a_query_alone(
     dim: int, value: float
 ) -> None:
     """Hopper's kernels sum them by products with ones and zeros, and 0 * inf is no number."""

@@ -318,7 +318,7 @@ def test_a_bias_of_keys_and_shifted_scores(backward: bool) -> None:
     for each in (of_keys, in_float):
         assert each.hopper
         assert not each.bias_copied
-        assert "add the bias of keys" in each.why
+        assert "kernels for a bias of keys" in each.why
     assert in_float.bytes_read - of_keys.bytes_read == 8 * 750 * 2
     assert "beside a mask of pairs" in found(key_bias=True, masked=True).why
     assert not found(key_bias=True, major=8).hopper

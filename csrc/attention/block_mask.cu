@@ -9,7 +9,7 @@ namespace megasoftmax {
 namespace {
 
 constexpr int kBlockMaskThreads = 256;
-constexpr int kRangesThreads = 1024;  // a warp for each of 32 tiles of queries
+constexpr int kThreadsOfWord = 1024;  // a warp for each of the 32 tiles of a word
 
 // The bits of a tile's keys, from `first_key` on.
 using TileBits = uint64_t;
@@ -176,36 +176,44 @@ __global__ void __launch_bounds__(kBlockMaskThreads)
   if (is_mixed) atomicOr(words + layout.mixed_by_query() + by_query, 1u << key_tile % 32);
 }
 
-// For a mask of keys, which all queries share, a warp reads 64 keys and writes their bits for every
-// tile of queries.
-__global__ void __launch_bounds__(kBlockMaskThreads)
-    attention_block_mask_of_keys_kernel(const __grid_constant__ AttentionParams params, int batches,
-                                        int heads) {
+// For a mask of keys, which all queries share. A block takes 32 tiles of keys, a word of each line
+// of queries; each warp reads a tile.
+__global__ void __launch_bounds__(kThreadsOfWord)
+    attention_block_mask_of_keys_kernel(const __grid_constant__ AttentionParams params,
+                                        int words_of_keys, int heads) {
   if (!kIsAmpere) return;
   const BlockMaskLayout& layout = params.block_mask.layout;
-  const int64_t index = (int64_t{blockIdx.x} * kBlockMaskThreads + threadIdx.x) / 32;
-  if (index >= int64_t{layout.key_tiles} * heads * batches) return;
-  const int entry = static_cast<int>(index / layout.key_tiles);
-  const int key_tile = static_cast<int>(index % layout.key_tiles);
+  const int entry = static_cast<int>(blockIdx.x) / words_of_keys;
+  const int word = static_cast<int>(blockIdx.x) % words_of_keys;
   const int batch = entry / heads, head = entry % heads;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-
-  TileBits excluded[2];
-  read_mask(params, batch, head, 0, key_tile * kMaskTile, excluded);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int key_tile = 32 * word + warp;
   uint32_t* const words = params.block_mask.of(batch, head);
-  if (lane == 0) reinterpret_cast<TileBits*>(words + layout.bits())[key_tile] = excluded[0];
-  const TileBits inside = bits_below(params.keys - key_tile * kMaskTile);
-  const TileBits visible = inside & ~excluded[0];
-  if (visible == 0) return;
-  const uint32_t bit = 1u << key_tile % 32;
-  for (int query_tile = lane; query_tile < layout.query_tiles; query_tile += 32) {
-    const int64_t by_query = int64_t{query_tile} * layout.words_of_keys() + key_tile / 32;
-    atomicOr(words + layout.seen_by_query() + by_query, bit);
-    if (visible != inside) atomicOr(words + layout.mixed_by_query() + by_query, bit);
+  __shared__ bool is_seen[32], is_mixed[32];
+  bool sees = false, mixes = false;
+  if (key_tile < layout.key_tiles) {
+    TileBits excluded[2];
+    read_mask(params, batch, head, 0, key_tile * kMaskTile, excluded);
+    if (lane == 0) reinterpret_cast<TileBits*>(words + layout.bits())[key_tile] = excluded[0];
+    const TileBits inside = bits_below(params.keys - key_tile * kMaskTile);
+    sees = (inside & ~excluded[0]) != 0;
+    mixes = sees && (inside & excluded[0]) != 0;
+    for (int i = lane; i < layout.words_of_queries(); i += 32)
+      words[layout.seen_by_key() + int64_t{key_tile} * layout.words_of_queries() + i] =
+          sees ? static_cast<uint32_t>(bits_below(min(layout.query_tiles - 32 * i, 32))) : 0;
   }
-  for (int word = lane; word < layout.words_of_queries(); word += 32)
-    words[layout.seen_by_key() + int64_t{key_tile} * layout.words_of_queries() + word] =
-        static_cast<uint32_t>(bits_below(min(layout.query_tiles - 32 * word, 32)));
+  if (lane == 0) {
+    is_seen[warp] = sees;
+    is_mixed[warp] = mixes;
+  }
+  __syncthreads();
+  const uint32_t seen = __ballot_sync(~0u, is_seen[lane]);
+  const uint32_t mixed = __ballot_sync(~0u, is_mixed[lane]);
+  for (int i = static_cast<int>(threadIdx.x); i < layout.query_tiles; i += kThreadsOfWord) {
+    uint32_t* const line = words + int64_t{i} * words_of_keys + word;
+    line[layout.seen_by_query()] = seen;
+    line[layout.mixed_by_query()] = mixed;
+  }
 }
 
 // The bits [begin, end) of a word whose first bit is number `first`.
@@ -254,7 +262,7 @@ __device__ SeenTiles seen_tiles(const AttentionParams& params, int batch, int he
 }
 
 // A block writes 32 tiles of queries, a word of each line of keys.
-__global__ void __launch_bounds__(kRangesThreads)
+__global__ void __launch_bounds__(kThreadsOfWord)
     attention_block_mask_of_ranges_kernel(const __grid_constant__ AttentionParams params,
                                           int groups, int heads) {
   if (!kIsAmpere) return;
@@ -262,7 +270,7 @@ __global__ void __launch_bounds__(kRangesThreads)
   const int entry = static_cast<int>(blockIdx.x) / groups;
   const int group = static_cast<int>(blockIdx.x) % groups;
   const int batch = entry / heads, head = entry % heads;
-  constexpr int kWarps = kRangesThreads / 32;
+  constexpr int kWarps = kThreadsOfWord / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   __shared__ SeenTiles seen_of[32];
   static_assert(kWarps == 32);
@@ -309,7 +317,11 @@ cudaError_t attention_block_mask(const AttentionParams& params, int batches, int
   };
   if (params.mask.data == nullptr) {
     const int groups = block_mask.layout.words_of_queries();
-    return start(attention_block_mask_of_ranges_kernel, entries * groups, kRangesThreads, groups);
+    return start(attention_block_mask_of_ranges_kernel, entries * groups, kThreadsOfWord, groups);
+  }
+  if (block_mask.layout.bit_rows == 1 && !params.visible.are_given()) {
+    const int words = block_mask.layout.words_of_keys();
+    return start(attention_block_mask_of_keys_kernel, entries * words, kThreadsOfWord, words);
   }
   const int64_t pitch = block_mask.layout.words() * sizeof(uint32_t);
   const int64_t width = block_mask.layout.bits() * sizeof(uint32_t);
@@ -321,10 +333,6 @@ cudaError_t attention_block_mask(const AttentionParams& params, int batches, int
       MEGASOFTMAX_RETURN_IF_ERROR(
           cudaMemsetAsync(block_mask.words + entry * block_mask.layout.words(), 0, width, stream));
   }
-  if (block_mask.layout.bit_rows == 1 && !params.visible.are_given())
-    return start(attention_block_mask_of_keys_kernel,
-                 divide_up<int64_t>(entries * block_mask.layout.key_tiles, kBlockMaskThreads / 32),
-                 kBlockMaskThreads, batches);
   return start(
       is_for_backward ? attention_block_mask_kernel<true> : attention_block_mask_kernel<false>,
       divide_up<int64_t>(tiles, kBlockMaskThreads / 32), kBlockMaskThreads, batches);

@@ -62,14 +62,15 @@ struct ForwardPlan : AttentionPlan {
   int bias_stages = 1;                   // tiles of the bias in shared memory at a time
   int bias_parts = 1;                    // see AttentionParams
   int heads_of_block = 1;                // see AttentionForwardParams
-  bool reads_ranges = false;             // without a block mask made of them
+  bool reads_mask = false;               // itself: no block mask is made of it
+  bool reads_ranges = false;             // likewise
   bool counts_tiles = false;             // see AttentionForwardParams::tile_counter
   int64_t parts_at = 0, counter_at = 0;  // in the workspace
 
   // Whether a block mask is made of a mask and of ranges, as far as they are given.
   bool reads_block_mask(bool has_mask, bool has_ranges) const {
     return kernel != ForwardKernel::kDecode && kernel != ForwardKernel::kWide &&
-           (has_mask || (has_ranges && !reads_ranges));
+           ((has_mask && !reads_mask) || (has_ranges && !reads_ranges));
   }
   // Completes a plan whose other members are set. `most_blocks` run at a time.
   void finish(const AttentionForwardParams& params, int64_t most_blocks = INT64_MAX) {

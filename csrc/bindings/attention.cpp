@@ -379,7 +379,9 @@ std::tuple<Tensor, Tensor> forward(Tensor query, Tensor key, Tensor value,
     return plan_attention_forward(params, current_stream(query));
   });
   const auto workspace = set_workspace(launch, query);
-  if (launch.plan.reads_block_mask(mask.has_value(), first || end))
+  // A block mask that is there tells tiles to skip, also where none would be made.
+  if ((note && launch.plan.reads_mask) ||
+      launch.plan.reads_block_mask(mask.has_value(), first || end))
     note = set_block_mask(launch.params, mask, first, end, note, query, false);
   check_cuda(attention_forward(launch, current_stream(query)), "attention_forward");
   if (params.value_dim != value.size(3)) {

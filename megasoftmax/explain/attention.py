@@ -291,8 +291,7 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
     if call.is_backward:
         reasons += _order(plan)
     if call.is_of_keys and plan.is_hopper:
-        kind = "bias" if call.is_backward else "mask"
-        reasons += [f"kernels for a {kind} of keys add the bias of keys"]
+        reasons += ["kernels for a bias of keys add it"]
     if call.is_shifted and not plan.copies_bias:
         reasons += ["shifted scores are read where they lie, by rows that begin anywhere"]
     if plan.copies_bias:

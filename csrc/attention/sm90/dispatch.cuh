@@ -86,23 +86,13 @@ cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
   return cudaErrorInvalidValue;
 }
 
-// Forward, kernels without a bias add a bias of keys, too.
-constexpr HopperBias bias_of_forward_kernels(HopperBias bias) {
-  return bias == HopperBias::kKeys ? HopperBias::kNone : bias;
-}
-template <int kIndex>
-constexpr bool has_forward_kernel(HopperBias bias) {
-  return bias_of_forward_kernels(bias) == bias && takes_bias(kAttentionHopperTiles[kIndex], bias);
-}
-
 template <class T>
 cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t stream) {
   const ForwardPlan& plan = launch.plan;
   return with_regime(kAttentionHopperTiles, plan.tile, [&]<int kIndex>() {
-    const HopperBias bias =
-        bias_of_forward_kernels(hopper_bias(launch.params, kAttentionHopperTiles[kIndex]));
+    const HopperBias bias = hopper_bias(launch.params, kAttentionHopperTiles[kIndex]);
     return with_hopper_bias(bias, [&]<HopperBias kBias>() {
-      if constexpr (!has_forward_kernel<kIndex>(kBias)) {
+      if constexpr (!takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
         return cudaErrorInvalidValue;
       } else {
         using Memory = HopperMemory<kBias, kIndex>;
@@ -119,12 +109,15 @@ cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t strea
               cudaMemsetAsync(params.tile_counter, 0, sizeof(*params.tile_counter), stream));
         constexpr HopperMask kKeyMask = Memory::kHasMasked ? HopperMask::kKeys : HopperMask::kAny;
         const HopperMask mask = hopper_mask(params, Memory::kTile);
-        const auto kernel =
-            mask == HopperMask::kNone
-                ? attention_hopper_forward_kernel<T, kBias, HopperMask::kNone, kIndex>
-            : mask == HopperMask::kKeys
-                ? attention_hopper_forward_kernel<T, kBias, kKeyMask, kIndex>
-                : attention_hopper_forward_kernel<T, kBias, HopperMask::kAny, kIndex>;
+        // Kernels for a mask of keys alone add a bias of keys.
+        constexpr bool kIsOfKeys = kBias == HopperBias::kKeys;
+        constexpr HopperMask kWithout = kIsOfKeys ? kKeyMask : HopperMask::kNone,
+                             kWithAny = kIsOfKeys ? kKeyMask : HopperMask::kAny;
+        const auto kernel = mask == HopperMask::kNone
+                                ? attention_hopper_forward_kernel<T, kBias, kWithout, kIndex>
+                            : mask == HopperMask::kKeys
+                                ? attention_hopper_forward_kernel<T, kBias, kKeyMask, kIndex>
+                                : attention_hopper_forward_kernel<T, kBias, kWithAny, kIndex>;
         // Before the maps, because it gives a new thread its context.
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         TensorMaps maps;

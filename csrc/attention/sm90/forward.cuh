@@ -37,14 +37,14 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     for (const CUtensorMap* map : {&maps.query, &maps.key, &maps.value, &maps.output})
       prefetch_map(*map);
     if constexpr (is_dense(kBias)) prefetch_map(maps.bias);
-    memory.init_barriers(kIsUnmasked);
+    memory.init_barriers(kIsUnmasked, Roles::kMasksKeys);
   }
   if constexpr (Roles::kMasksKeys) {
     constexpr int kThreads = Memory::kThreads;
     const int thread = static_cast<int>(threadIdx.x);
     for (int at = 16 * thread; at < Memory::kOnesAt - Memory::kMaskedAt; at += 16 * kThreads)
       store_four(memory.masked(0) + at, {0, 0, 0, 0});
-    RowsOfKeys<T, Memory::kKeys, Roles::kMayBiasKeys>::store_ones(memory.ones());
+    RowsOfKeys<T, Memory::kKeys, Roles::kBiasesKeys>::store_ones(memory.ones());
     publish_writes();
   }
   if constexpr (Memory::kIsRows) {
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     // Whether a tile's bias of keys is large. Then its scores become logits here.
     bool has_large_bias = false;
     const auto add_large_bias = [&](const Tiles& tiles) {
-      if constexpr (Roles::kMayBiasKeys) {
+      if constexpr (Roles::kBiasesKeys) {
         const BiasRows<T> rows(params, queries.batch, head);
 #pragma unroll
         for (int i = 0; i < 2 * kN; ++i) {
@@ -356,8 +356,7 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         if constexpr (kCaps) are_large = cap_products<T>(params, scores);
         if constexpr (kHasBias) add_all_bias_of(tiles);
         if (has_large_bias) add_large_bias(tiles);
-        if constexpr (Roles::kMayBiasKeys)
-          softmax.scale = has_large_bias ? 1.f : params.logit_scale;
+        if constexpr (Roles::kBiasesKeys) softmax.scale = has_large_bias ? 1.f : params.logit_scale;
         if (!excludes) return;
         if constexpr (kIsUnmasked) {
           excluded.template find<false, true>(params, queries.batch, queries.head, warp_query,
@@ -425,11 +424,11 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         float all = 0.f;
 #pragma unroll
         for (int i = 0; i < 4 * kN; ++i) all = max_or_nan(all, scores[0][i / 4][i % 4]);
-        if (params.block_mask.words != nullptr && __any_sync(~0u, isnan(all))) {
-          const uint32_t* const bits = params.block_mask.of(queries.batch, head) +
-                                       params.block_mask.layout.bits() + tiles.key / 32;
+        if (params.mask.data != nullptr && __any_sync(~0u, isnan(all))) {
           Excluded<1, kN> by_mask;
-          by_mask.add_words([&](int, int word) { return __ldg(bits + word); });
+          by_mask.add_words([&](int, int word) {
+            return excluded_bits(params, queries.batch, head, tiles.key + 32 * word);
+          });
           by_mask.apply_all(scores, -INFINITY);
         }
       }
@@ -466,9 +465,8 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
     };
     const auto read_step = [&] {
       if constexpr (!kIsUnmasked) tiles.read(Memory::step(shared_memory, tiles.step % kStages));
-      if constexpr (Roles::kMayBiasKeys)
-        has_large_bias =
-            params.bias.data != nullptr && Memory::step(shared_memory, tiles.step % kStages) != 0;
+      if constexpr (Roles::kBiasesKeys)
+        has_large_bias = Memory::step(shared_memory, tiles.step % kStages) != 0;
     };
     // All lanes have waited before the release: a barrier that goes on without a lane would leave
     // that lane waiting for ever. And all lanes have read what is assigned.

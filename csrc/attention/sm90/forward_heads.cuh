@@ -191,7 +191,7 @@ __device__ __forceinline__ void copy_members(
           masked.store(params, memory.masked(stage) + kBox / 64 * Memory::kMaskedPanelBytes * box,
                        Memory::kMaskedPanelBytes);
           const int left = params.keys - key - Masked::first();
-          seen |= ~masked.excluded() & ((1u << min(max(left, 0), Masked::kOfLane)) - 1);
+          seen |= ~masked.excluded(params) & ((1u << min(max(left, 0), Masked::kOfLane)) - 1);
         }
         if (copy + 1 == Memory::kCopies) {
           const bool sees_nothing = __all_sync(~0u, seen == 0);

@@ -23,8 +23,7 @@ enum class HopperBias {
   kTable,    // a relative one, of any element type and strides
   kSoftcap,  // none, but a softcap
   kRows,     // as kTile, of rows that begin anywhere
-  kKeys,  // one row for all queries, of any type and strides: forward, kernels for a mask of keys
-          // add it
+  kKeys,     // one row for all queries, of any type and strides
 };
 constexpr bool is_dense(HopperBias bias) {
   return bias == HopperBias::kTile || bias == HopperBias::kRows;
@@ -400,6 +399,8 @@ struct Sm90 {
     plan.heads = hopper_blocks_of_heads(params, tile);
     plan.splits = splits_in_workspace(params, params.batches * plan.heads * plan.row_tiles,
                                       tile.queries(), kFewestKeysOfSplit, device);
+    plan.reads_mask =
+        hopper_mask(params, tile) == HopperMask::kKeys && params.keys <= kMostKeysWithoutBlockMask;
     plan.reads_ranges = true;
     const int64_t tiles = plan.splits.count * plan.row_tiles * plan.heads * params.batches;
     const bool has_bounds = params.mask.data != nullptr || params.visible.are_given();

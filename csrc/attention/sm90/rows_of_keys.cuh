@@ -6,76 +6,97 @@
 
 namespace megasoftmax {
 
+// Bit i: whether a mask of keys excludes key first_key + i. 0 without one. Called by a warp.
+__device__ inline uint32_t excluded_bits(const AttentionParams& params, int batch, int head,
+                                         int first_key) {
+  if (params.mask.data == nullptr) return 0;
+  const auto* const mask = reinterpret_cast<const uint8_t*>(params.mask_row(batch, head, 0));
+  const int key = min(first_key + thread_index_anew() % 32, params.keys - 1);
+  return __ballot_sync(~0u, mask[key * params.mask.column_stride] != 0);
+}
+
 // Each lane has some keys of a tile. A bias over the scale is the sum of three numbers of 16 bits,
 // which keep its 24 bits, or with float16 err by at most 2^-25. Logits made so differ from
 // scale * score + bias by a few units of the last place. So a tile with a large bias has none of it
 // here, and other warps add it.
-template <class T, int kKeys, bool kMayHaveBias>
+template <class T, int kKeys, bool kHasBias>
 class RowsOfKeys {
  public:
-  static constexpr int kOfLane = kKeys / 32, kParts = kMayHaveBias ? 3 : 1;
+  static constexpr int kOfLane = kKeys / 32, kParts = kHasBias ? 3 : 1;
 
   // Starts to load what store() takes. It is used a step later, so nothing is made of it here.
   __device__ void load(const AttentionParams& params, int batch, int head, int first_key) {
     const int key = first_key + first();
-    word_ = 0;
-    if (params.block_mask.words != nullptr)
-      word_ = __ldg(params.block_mask.of(batch, head) + params.block_mask.layout.bits() + key / 32);
-    if (!has_bias(params)) return;
-    const BiasRows<T> bias(params, batch, head);
+    if (params.block_mask.words != nullptr) {
+      masked_[0] =
+          __ldg(params.block_mask.of(batch, head) + params.block_mask.layout.bits() + key / 32);
+    } else if (params.mask.data != nullptr) {
+      const auto* const mask = reinterpret_cast<const uint8_t*>(params.mask_row(batch, head, 0));
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
-      const int64_t at = min(key + i, params.keys - 1) * bias.key_stride;
-      biases_[i] = bias.type == DType::kFloat32
-                       ? __ldg(static_cast<const uint32_t*>(bias.first) + at)
-                       : __ldg(static_cast<const uint16_t*>(bias.first) + at);
+      for (int i = 0; i < kOfLane; ++i)
+        masked_[i] = __ldg(mask + min(key + i, params.keys - 1) * params.mask.column_stride);
+    }
+    if constexpr (kHasBias) {
+      const BiasRows<T> bias(params, batch, head);
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) {
+        const int64_t at = min(key + i, params.keys - 1) * bias.key_stride;
+        biases_[i] = bias.type == DType::kFloat32
+                         ? __ldg(static_cast<const uint32_t*>(bias.first) + at)
+                         : __ldg(static_cast<const uint16_t*>(bias.first) + at);
+      }
     }
   }
-  // This lane's keys that a mask excludes.
-  __device__ uint32_t excluded() const { return word_ >> first() % 32; }
-  __device__ static int first() { return thread_index_anew() % 32 * kOfLane; }
-  __device__ static bool has_bias(const AttentionParams& params) {
-    return kMayHaveBias && params.bias.data != nullptr;
+  // A bit for each of this lane's keys that a mask excludes.
+  __device__ uint32_t excluded(const AttentionParams& params) const {
+    if (params.block_mask.words != nullptr) return masked_[0] >> first() % 32;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) bits |= (masked_[i] != 0 ? 1u : 0u) << i;
+    return bits;
   }
+  __device__ static int first() { return thread_index_anew() % 32 * kOfLane; }
   // Writes the rows, in panels of 64 keys. Swizzled: vector v of row r is vector v ^ r. Returns
   // whether the bias is left to other warps.
   __device__ bool store(const AttentionParams& params, uint32_t rows, int panel_bytes) const {
     constexpr uint32_t kExcluded = std::is_same_v<T, __half> ? 0xfc00 : 0xff80;  // -infinity
-    const uint32_t mine = rows + first() / 64 * panel_bytes + first() % 64 * 2, bits = excluded();
-    if (!has_bias(params)) {
+    const uint32_t mine = rows + first() / 64 * panel_bytes + first() % 64 * 2,
+                   bits = excluded(params);
+    if constexpr (!kHasBias) {
 #pragma unroll
       for (int i = 0; i < kOfLane; i += 2)
         store_word(mine + 2 * i,
                    (bits >> i & 1) * kExcluded | (bits >> (i + 1) & 1) * kExcluded << 16);
       return false;
-    }
-    const float inverse_scale = 1.f / params.logit_scale;
-    float left[kOfLane];
-    bool has_large = false;
+    } else {
+      const float inverse_scale = 1.f / params.logit_scale;
+      float left[kOfLane];
+      bool has_large = false;
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
-      const float bias = of_word(params.bias.type, biases_[i]);
-      left[i] = bias * inverse_scale;
-      has_large |= fabsf(bias) < INFINITY && (fabsf(bias) >= kLarge || !(fabsf(left[i]) < kMost));
-    }
-    has_large = __any_sync(~0u, has_large);
-#pragma unroll
-    for (int i = 0; i < kOfLane; i += 2) {
-#pragma unroll
-      for (int j = i; j < i + 2; ++j) {
-        if (has_large) left[j] = 0.f;
-        if ((bits >> j & 1) != 0) left[j] = -INFINITY;
+      for (int i = 0; i < kOfLane; ++i) {
+        const float bias = of_word(params.bias.type, biases_[i]);
+        left[i] = bias * inverse_scale;
+        has_large |= fabsf(bias) < INFINITY && (fabsf(bias) >= kLarge || !(fabsf(left[i]) < kMost));
       }
+      has_large = __any_sync(~0u, has_large);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const Pack<T, 2> pack = Pack<T, 2>::round({left[i], left[i + 1]});
-        store_word((mine ^ part * 16) + part * 128 + 2 * i, pack.words[0]);
+      for (int i = 0; i < kOfLane; i += 2) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j)  // nothing is left of infinity
-          left[i + j] = fabsf(left[i + j]) == INFINITY ? 0.f : left[i + j] - pack[j];
+        for (int j = i; j < i + 2; ++j) {
+          if (has_large) left[j] = 0.f;
+          if ((bits >> j & 1) != 0) left[j] = -INFINITY;
+        }
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const Pack<T, 2> pack = Pack<T, 2>::round({left[i], left[i + 1]});
+          store_word((mine ^ part * 16) + part * 128 + 2 * i, pack.words[0]);
+#pragma unroll
+          for (int j = 0; j < 2; ++j)  // nothing is left of infinity
+            left[i + j] = fabsf(left[i + j]) == INFINITY ? 0.f : left[i + j] - pack[j];
+        }
       }
+      return has_large;
     }
-    return has_large;
   }
   // Writes eight rows of columns of ones, by the first threads of a block. Swizzled: the first
   // vector of row r is vector r.
@@ -98,7 +119,8 @@ class RowsOfKeys {
     return pack[0];
   }
 
-  uint32_t word_, biases_[kOfLane];
+  // The word of the block mask that has this lane's bits; or the mask's bytes. Entries of the bias.
+  uint32_t masked_[kOfLane] = {}, biases_[kOfLane];
 };
 
 }  // namespace megasoftmax

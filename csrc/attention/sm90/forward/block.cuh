@@ -16,7 +16,7 @@ struct HopperForward {
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   static constexpr bool kHasBias = is_bias(kBias);
-  static constexpr bool kMayBiasKeys = kMasksKeys && kBias == HopperBias::kNone;
+  static constexpr bool kBiasesKeys = kBias == HopperBias::kKeys;
   static constexpr bool kHasTile = is_dense(kBias);
   using TilesToCopy = TilesOfBlock<kQueries, kKeys, kMask>;
   using Tiles = std::conditional_t<kIsUnmasked, TilesToCopy, FollowedTiles>;

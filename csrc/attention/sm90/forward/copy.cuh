@@ -1,9 +1,8 @@
 #pragma once
-// The copying warpgroup of Hopper's forward. Its first warp copies queries, keys, values, a dense
-// bias and rows of keys to shared memory, and takes the next tile of queries.
+// The copying warpgroup of Hopper's forward. Its first warp copies queries, keys, values and a
+// dense bias to shared memory, and takes the next tile of queries.
 
 #include "../rows_anywhere.cuh"
-#include "../rows_of_keys.cuh"
 #include "block.cuh"
 #include "find_and_fill.cuh"
 
@@ -14,12 +13,12 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
     const AttentionForwardParams& params, const TensorMaps& maps, const Memory& memory,
     WorkOfBlock& work) {
   if (threadIdx.x >= 32) {
-    if constexpr (Memory::kIsTable || !kIsUnmasked) find_and_fill(params, memory, work);
+    if constexpr (Memory::kIsTable || kMask != HopperMask::kNone)
+      find_and_fill(params, memory, work);
     return;
   }
   uint32_t first_step = 0;  // steps of the tiles of queries before
   extern __shared__ __align__(1024) char shared_memory[];
-  using Rows = RowsOfKeys<T, kKeys, kMayBiasKeys>;
   const bool is_first = threadIdx.x % 32 == 0;
   uint32_t number = blockIdx.x;
   // Tells the other warps the number of a tile. The place held the tile assigned two tiles before,
@@ -51,12 +50,6 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
     params.heads_per_key_head.split(queries.head, key_head, rest);
     TilesToCopy tiles(params, queries, assigned, first_step);
     if (!kIsUnmasked && is_first) assigned.first_key = tiles.are_left() ? tiles.key : kNoKey;
-    // The next step's, so that no step waits for them.
-    [[maybe_unused]] Rows rows;
-    const auto load_rows = [&] {
-      if (kMasksKeys && tiles.are_left()) rows.load(params, queries.batch, queries.head, tiles.key);
-    };
-    load_rows();
     const auto fill = [&]<int kPanels>(uint32_t shared, const CUtensorMap& map, Barrier there,
                                        Barrier used, uint32_t step, int key, auto&& tell) {
       used.wait((step / kStages & 1) ^ 1);
@@ -110,27 +103,14 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
       if constexpr (!kIsUnmasked) {
         if (ends) next = work.next(params);
       }
-      const auto fill_keys = [&](auto&& tell) {
-        fill.template operator()<Memory::kPanels>(memory.keys(stage), maps.key,
-                                                  memory.keys_are_there(stage),
-                                                  memory.keys_are_used(stage), step, key, tell);
-      };
-      if (!has_keys) {
-      } else if constexpr (kMasksKeys) {
-        fill_keys([&] {
-          const bool has_large =
-              rows.store(params, memory.masked(stage), Memory::kMaskedPanelBytes);
-          if (Rows::has_bias(params) && is_first) Memory::step(shared_memory, stage) = has_large;
-          publish_writes();
-          __syncwarp();  // all lanes have written theirs
-        });
-        load_rows();
-      } else {
-        fill_keys([&] {
-          if (!kIsUnmasked && is_first)
-            Memory::step(shared_memory, stage) =
-                FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
-        });
+      if (has_keys) {
+        fill.template operator()<Memory::kPanels>(
+            memory.keys(stage), maps.key, memory.keys_are_there(stage), memory.keys_are_used(stage),
+            step, key, [&] {
+              if (!kIsUnmasked && is_first)
+                Memory::step(shared_memory, stage) =
+                    FollowedTiles::told(tiles.are_left() ? tiles.key : kNoKey, may_exclude);
+            });
       }
       if (begins) {
         if constexpr (Memory::kQueryStages == 1) copy_queries();

@@ -109,8 +109,9 @@ struct HopperMemory {
   static_assert(kKeys == kMaskTile || kKeys == 2 * kMaskTile);
 
   // In this order: queries of each stage and warpgroup, whose place later has their results; keys
-  // of each stage; values of each stage; what a mask of keys excludes of each stage, and ones; the
-  // bias of each stage and warpgroup, or the table of each stage; barriers; assigned tiles; steps.
+  // of each stage; values of each stage; rows of a mask or a bias of keys of each stage, and ones;
+  // the bias of each stage and warpgroup, or the table of each stage; barriers; assigned tiles;
+  // steps.
   static constexpr int kPanelBytes = kKeys * 128, kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kPanelBytes;
@@ -152,7 +153,8 @@ struct HopperMemory {
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
 
   // Warps beside the copying warp: those that fill in entries of a table, and those that find what
-  // queries see, unless a launch is unmasked.
+  // queries see, unless a launch is unmasked. With HopperMask::kKeys the first one writes rows of
+  // keys.
   static constexpr int kFillers = 3;
   static constexpr int kFinders = kIsTable ? kFillers : kWarpgroups;
 
@@ -203,7 +205,7 @@ struct HopperMemory {
     return barrier(kBiasBarrier + 2 * bias_tile(stage, warpgroup) + 1);
   }
   // Called by one thread before others use the barriers.
-  __device__ void init_barriers(bool is_unmasked) const {
+  __device__ void init_barriers(bool is_unmasked, bool masks_keys) const {
     tile_is_assigned().init(1);
     ranges_are_there().init(kFinders);
     queries_are_there().init(is_unmasked ? 1 : 2);  // and what is assigned is known
@@ -212,7 +214,7 @@ struct HopperMemory {
     // last one.
     tile_is_done().init(1 + 4 * kWarpgroups + (kIsTable ? kFillers : 0));
     for (int stage = 0; stage < kStages; ++stage) {
-      keys_are_there(stage).init(1);
+      keys_are_there(stage).init(masks_keys ? 2 : 1);  // and rows of keys are written
       values_are_there(stage).init(1);
       keys_are_used(stage).init(4 * kWarpgroups);
       values_are_used(stage).init(4 * kWarpgroups);
