@@ -264,21 +264,26 @@ inline constexpr int kFewestMembersOfHalvedBias = 96;
 
 // dB of a shared bias, summed in order on Hopper: each warpgroup has 64 queries and all keys.
 struct AttentionHopperBiasGradientTile {
-  int head_dim, warpgroups, registers;
-  int stages;  // members in shared memory at a time
+  int head_dim, warpgroups, tile_keys, registers;
+  int stages;   // members in shared memory at a time
+  int percent;  // measured time of an entry, of what kWorkOfClock says
   static constexpr int kCopierRegisters = 24;
+  static constexpr int kStepsOfStart = 2;  // what a block takes to begin and to end
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
-  constexpr int keys() const { return 128; }
+  constexpr int keys() const { return tile_keys; }
+  // Bits of a mask are copied 16 bytes at a time, those of 128 keys.
+  constexpr bool takes_mask() const { return tile_keys % 128 == 0; }
 };
 // clang-format off
 inline constexpr AttentionHopperBiasGradientTile kAttentionHopperBiasGradientTiles[] = {
-    // head dim, warpgroups, registers, stages
-    {        32,          2,       240,      4},
-    {        32,          3,       160,      4},
-    {        64,          2,       240,      2},
-    {        64,          3,       160,      2},
+    // head dim, warpgroups, keys, registers, stages, percent
+    {        32,          2,  128,       240,      4,     100},
+    {        32,          3,  128,       160,      4,      95},
+    {        64,          2,  128,       240,      2,     100},
+    {        64,          3,  128,       160,      2,      80},
+    {        64,          2,  112,       240,      3,     100},
 };
 // clang-format on
 
@@ -336,6 +341,7 @@ struct AttentionBiasGradientTile {
   int key_warps, query_warps, side;
   int blocks_per_sm;
   int element_bytes = 2;
+  static constexpr int percent = 100, kStepsOfStart = 0;  // as in the table above
 
   // Whether the tile of the bias stays in registers.
   constexpr bool holds_bias() const { return head_dim == 64 && element_bytes == 2; }

@@ -114,11 +114,15 @@ inline int bias_gradient_stages(const AttentionBiasGradientTile& tile, BiasKind 
   return 1;
 }
 
-// The number of parts with the least estimated time, in clocks, where a multiprocessor has `of_sm`
-// blocks at a time.
+// Into how many parts the members of a bias are cut, and the estimated time in clocks.
+struct BiasGradientParts {
+  int count;
+  int64_t time;
+};
+// Those with the least time, where a multiprocessor has `of_sm` blocks at a time.
 template <class TileShape>
-int bias_gradient_parts(const AttentionBackwardParams& params, const TileShape& tile, int64_t of_sm,
-                        const Device& device) {
+BiasGradientParts bias_gradient_parts(const AttentionBackwardParams& params, const TileShape& tile,
+                                      int64_t of_sm, const Device& device) {
   const int64_t room = of_sm * device.multiprocessors;
   const int64_t blocks = params.bias_batches() * params.bias_heads() *
                          divide_up<int64_t>(params.queries, tile.queries()) *
@@ -126,9 +130,11 @@ int bias_gradient_parts(const AttentionBackwardParams& params, const TileShape& 
   const int64_t members = params.members_of_bias();
   const int64_t most = std::min<int64_t>(
       members, kMostBiasPartBytes / std::max<int64_t>(4 * params.bias_entries(), 1));
-  const int64_t step = of_sm * tile.queries() * tile.keys() * tile.head_dim / kWorkOfClock;
+  const int64_t step =
+      of_sm * tile.queries() * tile.keys() * tile.head_dim / kWorkOfClock * tile.percent / 100;
   const auto time_of = [&](int64_t parts) {
-    const int64_t time = divide_up(blocks * parts, room) * divide_up(members, parts) * step;
+    const int64_t time =
+        divide_up(blocks * parts, room) * (divide_up(members, parts) + tile.kStepsOfStart) * step;
     return parts == 1
                ? time
                : time + parts * params.bias_entries() / kPartEntriesOfClock + kClocksOfAddingParts;
@@ -138,7 +144,7 @@ int bias_gradient_parts(const AttentionBackwardParams& params, const TileShape& 
     const int64_t parts = std::min(waves * room / blocks, most);
     if (parts > 1 && time_of(parts) < time_of(best)) best = parts;
   }
-  return static_cast<int>(best);
+  return {static_cast<int>(best), time_of(best)};
 }
 
 inline BiasGradientPlan bias_gradient_plan(const AttentionBackwardParams& params,
@@ -149,7 +155,7 @@ inline BiasGradientPlan bias_gradient_plan(const AttentionBackwardParams& params
   const int stages = bias_gradient_stages(tile, kind, device);
   const int bytes = BiasGradientLayout(tile, kind).bytes(stages);
   return {BackendId::kSm80, index, stages,
-          bias_gradient_parts(params, tile, resident_blocks(tile, bytes, device), device)};
+          bias_gradient_parts(params, tile, resident_blocks(tile, bytes, device), device).count};
 }
 
 static_assert(WideLayout::kBytes <= least_shared_bytes(kFirstWideMajor, kLastWideMajor));

@@ -4,7 +4,8 @@
 // and takes its members one after the other, in parts.
 //
 // One warp copies what a member has for the tile. Each of the other warpgroups has 64 queries and
-// 128 keys, 64 at a time. Queries are in rows, so a lane needs the statistics of two rows.
+// all keys, at first 64 of them, then the others. Queries are in rows, so a lane needs the
+// statistics of two rows.
 
 #include "../../common/math.cuh"
 #include "../bias.cuh"
@@ -23,6 +24,7 @@ struct HopperBiasGradientMemory {
   static constexpr int kWarpgroups = kTile.warpgroups, kStages = kTile.stages;
   static constexpr int kDim = kTile.head_dim;
   static constexpr int kQueries = kTile.queries(), kKeys = kTile.keys();
+  static_assert(kKeys > 64 && kKeys <= 128 && kKeys % 16 == 0);
   static constexpr int kRowBytes = 2 * kDim;
 
   // In this order: the bias of each warpgroup in panels of 64 queries and keys; queries, gradients
@@ -31,12 +33,15 @@ struct HopperBiasGradientMemory {
   static constexpr int kQueryBytes = kQueries * kRowBytes, kKeyBytes = kKeys * kRowBytes;
   static constexpr int kStageBytes = 2 * (kQueryBytes + kKeyBytes);
   static constexpr int kRowsBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
-  static constexpr int kBitBytes = kKeys / 8;
+  static constexpr int kBitBytes = kTile.takes_mask() ? kKeys / 8 : 0;
   static constexpr int kRowsAt = kBiasBytes + kStages * kStageBytes;
   static constexpr int kBitsAt = kRowsAt + kStages * kRowsBytes;
   static constexpr int kBarriersAt = kBitsAt + kStages * kBitBytes;
   static constexpr int kBytes = kBarriersAt + 8 * (1 + 2 * kStages);
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
+
+  // Keys of a half, in groups of eight.
+  static constexpr int eights(int half) { return half == 0 ? 8 : (kKeys - 64) / 8; }
 
   uint32_t address;
 
@@ -120,40 +125,47 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
   }
 }
 
-// A warpgroup with 64 queries and 128 keys.
+// A warpgroup with 64 queries and all keys of the tile.
 template <class T, bool kMasksKeys, class Memory>
 __device__ __forceinline__ void sum_members(const AttentionBackwardParams& params,
                                             const Memory& memory, const TileOfBias<Memory>& tile,
                                             int warpgroup) {
   constexpr int kRowBytes = Memory::kRowBytes, kHalfBytes = 64 * kRowBytes;
-  // Products of the second half run while the first one is added, if registers allow it.
+  // With registers for it, products of the second half run while the first one is added. With a
+  // third stage those of the next step also run while the second half is added. Beside the branches
+  // of a mask that gains nothing.
   constexpr int kBuffers = Memory::kTile.registers > 160 ? 2 : 1;
+  constexpr bool kStartsNextStep = kBuffers == 2 && Memory::kStages > 2 && !kMasksKeys;
   extern __shared__ __align__(1024) char shared_memory[];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const FirstElement mine;
   const BiasMembers& members = tile.members;
   using Panel = Tile<T, 64, 64>;
-  using Scores = Accumulators<1, 8>;
 
   float weights[kBuffers][8][4], gradients[kBuffers][8][4], sums[2][8][4] = {};
-  const auto start = [&]<int kHalf>(int stage) {
+  const auto start = [&]<int kHalf>(int step) {
+    const int stage = step % Memory::kStages;
+    using Part = float (&)[Memory::eights(kHalf)][4];
     constexpr int kBuffer = kHalf % kBuffers;
     const auto at = [](uint32_t rows) {
       return kRowBytes == 64 ? narrow_matrix_at(rows) : matrix_at(rows, 16);
     };
     const auto own = [&](uint32_t rows) { return at(rows + warpgroup * kHalfBytes); };
     begin_products();
-    start_product_of_rows<T, Memory::kDim>(weights[kBuffer], own(memory.queries(stage)), 0,
+    start_product_of_rows<T, Memory::kDim>(reinterpret_cast<Part>(weights[kBuffer]),
+                                           own(memory.queries(stage)), 0,
                                            at(memory.keys(stage) + kHalf * kHalfBytes), 0);
-    start_product_of_rows<T, Memory::kDim>(gradients[kBuffer], own(memory.gradients(stage)), 0,
+    start_product_of_rows<T, Memory::kDim>(reinterpret_cast<Part>(gradients[kBuffer]),
+                                           own(memory.gradients(stage)), 0,
                                            at(memory.values(stage) + kHalf * kHalfBytes), 0);
     end_products();
   };
   const auto add = [&]<int kHalf>(int stage) {
     constexpr int kBuffer = kHalf % kBuffers;
-    touch(weights[kBuffer]);
-    touch(gradients[kBuffer]);
+    constexpr int kN = Memory::eights(kHalf);
+    touch(reinterpret_cast<float (&)[kN][4]>(weights[kBuffer]));
+    touch(reinterpret_cast<float (&)[kN][4]>(gradients[kBuffer]));
     RowOfBackward rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -165,20 +177,20 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       load_pair(bits, memory.bits(stage) + 8 * kHalf);
       if ((bits[0] & bits[1]) == ~0u) return;  // no key is visible
     }
-    add_bias(reinterpret_cast<Scores&>(weights[kBuffer]), params.logit_scale,
+    add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights[kBuffer]), params.logit_scale,
              TileBias<T, false, Panel>({memory.bias(warpgroup, kHalf)}, 16 * warp, 0));
     const bool are_plain = __all_sync(~0u, rows[0].is_plain() && rows[1].is_plain()) != 0;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) gradients[kBuffer][i / 4][i % 4] -= rows[i % 4 / 2].delta;
+    for (int i = 0; i < 4 * kN; ++i) gradients[kBuffer][i / 4][i % 4] -= rows[i % 4 / 2].delta;
     if (are_plain) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
+      for (int i = 0; i < 4 * kN; ++i) {
         float& weight = weights[kBuffer][i / 4][i % 4];
         weight = exp2_approximate(fmaf(weight, kLog2E, -rows[i % 4 / 2].log2_sum));
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
+      for (int i = 0; i < 4 * kN; ++i) {
         const RowOfBackward& row = rows[i % 4 / 2];
         float& weight = weights[kBuffer][i / 4][i % 4];
         weight = exp2_approximate(fmaf(weight - row.max, kLog2E, -row.log2_sum));
@@ -187,7 +199,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     // add_if(counts): adds entries for which counts(n, i) is true.
     const auto add_if = [&](auto&& counts) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
+      for (int i = 0; i < 4 * kN; ++i) {
         float& sum = sums[kHalf][i / 4][i % 4];
         if (counts(i / 4, i % 4))
           sum = fmaf(weights[kBuffer][i / 4][i % 4], gradients[kBuffer][i / 4][i % 4], sum);
@@ -211,26 +223,42 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
 
   memory.bias_is_there().wait(0);
   const int steps = members.end - members.begin;
+  const auto wait_for_stage = [&](int step) {
+    memory.stage_is_there(step % Memory::kStages).wait(step / Memory::kStages & 1);
+  };
+  if (kStartsNextStep && steps > 0) {
+    wait_for_stage(0);
+    start.template operator()<0>(0);
+  }
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const int stage = step % Memory::kStages;
-    memory.stage_is_there(stage).wait(step / Memory::kStages & 1);
-    start.template operator()<0>(stage);
-    if constexpr (kBuffers == 2) start.template operator()<1>(stage);
-    wait_for_products<kBuffers - 1>();
+    if constexpr (kStartsNextStep) {
+      wait_for_products<0>();
+    } else {
+      wait_for_stage(step);
+      start.template operator()<0>(step);
+    }
+    if constexpr (kBuffers == 2) start.template operator()<1>(step);
+    if constexpr (!kStartsNextStep) wait_for_products<kBuffers - 1>();
     add.template operator()<0>(stage);
-    if constexpr (kBuffers == 1) start.template operator()<1>(stage);
+    if constexpr (kBuffers == 1) start.template operator()<1>(step);
     wait_for_products<0>();
+    if constexpr (kStartsNextStep) {  // after the last step: products that nobody reads
+      if (step + 1 < steps) wait_for_stage(step + 1);
+      start.template operator()<0>(step + 1);
+    }
     add.template operator()<1>(stage);
     __syncwarp();  // all lanes have read its rows
     if (lane == 0) memory.stage_is_used(stage).arrive();
   }
+  wait_for_products<0>();
 
   const int64_t pitch = params.bias_pitch();
   const auto store = [&]<class Out>(Out* entries) {
     entries += (members.batch * params.bias_heads() + members.head) * params.queries * pitch;
 #pragma unroll
-    for (int i = 0; i < 64; i += 2) {
+    for (int i = 0; i < Memory::kKeys / 2; i += 2) {
       const int half = i / 32, n = i / 4 % 8, j = i % 4;
       const int query = tile.first_query + 64 * warpgroup + 16 * warp + mine.row + 4 * j;
       const int key = tile.first_key + 64 * half + 8 * n + mine.column;

@@ -199,9 +199,9 @@ bool has_code(Sm90) {
   return is_there;
 }
 
-// All but the bias. `box_queries`: rows of a box of queries. `row_bytes`: 64 or 128.
+// All but the bias. `box_queries`, `box_keys`: rows of a box. `row_bytes`: 64 or 128.
 inline cudaError_t make_narrow_maps(NarrowTensorMaps& maps, const AttentionBackwardParams& params,
-                                    int box_queries, int row_bytes) {
+                                    int box_queries, int box_keys, int row_bytes) {
   const auto make = [&](CUtensorMap& map, const Strided& tensor, int64_t heads, int rows,
                         int columns, int box_rows) {
     return make_tensor_map(map, tensor, params.batches, heads, rows, columns, box_rows, row_bytes);
@@ -211,8 +211,8 @@ inline cudaError_t make_narrow_maps(NarrowTensorMaps& maps, const AttentionBackw
   MEGASOFTMAX_RETURN_IF_ERROR(make(maps.output_gradient, params.output_gradient, params.heads,
                                    params.queries, params.value_dim, box_queries));
   MEGASOFTMAX_RETURN_IF_ERROR(
-      make(maps.key, params.key, params.key_heads, params.keys, params.head_dim, 128));
-  return make(maps.value, params.value, params.key_heads, params.keys, params.value_dim, 128);
+      make(maps.key, params.key, params.key_heads, params.keys, params.head_dim, box_keys));
+  return make(maps.value, params.value, params.key_heads, params.keys, params.value_dim, box_keys);
 }
 
 template <class T>
@@ -226,7 +226,7 @@ cudaError_t launch_heads(const BackwardLaunch& launch, cudaStream_t stream) {
       params.order = TileOrder(1, params.batches, 1);
       NarrowTensorMaps maps;
       MEGASOFTMAX_RETURN_IF_ERROR(
-          make_narrow_maps(maps, params, Memory::kQueries, Memory::kRowBytes));
+          make_narrow_maps(maps, params, Memory::kQueries, 128, Memory::kRowBytes));
       if constexpr (kHasBias)
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
@@ -245,8 +245,9 @@ cudaError_t launch_bias_gradient(Sm90, const BackwardLaunch& launch, cudaStream_
   return with_regime(
       kAttentionHopperBiasGradientTiles, launch.plan.in_order.tile, [&]<int kIndex>() {
         using Memory = HopperBiasGradientMemory<kIndex>;
+        constexpr bool kTakesMask = Memory::kTile.takes_mask();
         const auto kernel = params.block_mask.words != nullptr
-                                ? attention_hopper_bias_gradient_kernel<T, true, kIndex>
+                                ? attention_hopper_bias_gradient_kernel<T, kTakesMask, kIndex>
                                 : attention_hopper_bias_gradient_kernel<T, false, kIndex>;
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         const int64_t blocks = params.bias_parts * params.bias_batches() * params.bias_heads() *
@@ -255,7 +256,7 @@ cudaError_t launch_bias_gradient(Sm90, const BackwardLaunch& launch, cudaStream_
         if (blocks > INT32_MAX) return cudaErrorInvalidValue;
         NarrowTensorMaps maps;
         MEGASOFTMAX_RETURN_IF_ERROR(
-            make_narrow_maps(maps, params, Memory::kQueries, Memory::kRowBytes));
+            make_narrow_maps(maps, params, Memory::kQueries, Memory::kKeys, Memory::kRowBytes));
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
         return megasoftmax::launch(kernel, dim3(static_cast<unsigned>(blocks)),
                                    dim3(Memory::kTile.threads()), Memory::kBytes, Together::kNot, 1,

@@ -314,8 +314,7 @@ inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
   BiasGradientPlan plan;
   plan.backend = BackendId::kSm90;
   plan.tile = -1;
-  // Of the first head dimension that is large enough: the tile that is filled best, of those the
-  // largest.
+  // Of the first head dimension that is large enough, the tile that takes the least time.
   int64_t least = INT64_MAX;
   for (int index = 0; index < static_cast<int>(std::size(kAttentionHopperBiasGradientTiles));
        ++index) {
@@ -323,13 +322,14 @@ inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
     if (std::max(params.head_dim, params.value_dim) > tile.head_dim) continue;
     if (plan.tile >= 0 && tile.head_dim > kAttentionHopperBiasGradientTiles[plan.tile].head_dim)
       break;
-    const int64_t filled = round_up(params.queries, tile.queries());
-    if (filled > least) continue;
-    least = filled;
+    if (params.mask.data != nullptr && !tile.takes_mask()) continue;
+    const BiasGradientParts parts = bias_gradient_parts(params, tile, 1, device);
+    if (parts.time >= least) continue;
+    least = parts.time;
     plan.tile = index;
+    plan.parts = parts.count;
   }
   if (plan.tile < 0) return {};
-  plan.parts = bias_gradient_parts(params, kAttentionHopperBiasGradientTiles[plan.tile], 1, device);
   return plan;
 }
 
