@@ -91,7 +91,7 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
         ("forward, recorded", ways, lambda way: way(*leaves)),
         (measure.BOTH, ways, both),
     ):
-        calls = {name: partial(call, way) for name, way in of_pass.items()}
+        calls = {name: partial(call, way) for name, way in of_pass.items() if run.wants(name)}
         times = measure.interleaved(calls, run.turns, timer, warm_up=3, choose=min)
         for name, microseconds in times.items():
             place = {"pass": direction, "implementation": name}

@@ -140,7 +140,7 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     yield {"peer": case.peer, **milliseconds, "ratio": f"{ours / theirs:.2f}"}
 
 
-@measure.benchmark("reference_cpu.csv", rounds=15, device="cpu", measures_host=True)
+@measure.benchmark("reference_cpu.csv", rounds=15, device="cpu", chooses=False, measures_host=True)
 def main(run: measure.Run) -> None:
     """Softmax beside eager code, attention with a bias that learns, and softmax with top-k."""
     torch.set_num_threads(1)

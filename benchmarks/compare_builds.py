@@ -158,7 +158,7 @@ def times_of(run: measure.Run, library: Path) -> Times:
     return times
 
 
-@measure.benchmark("builds.csv", rounds=2)
+@measure.benchmark("builds.csv", rounds=2, chooses=False)
 def main(
     run: measure.Run,
     old: Path,

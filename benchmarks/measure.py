@@ -535,19 +535,20 @@ def attempt(function: Callable[[], Result]) -> tuple[Result | None, str]:
 
 
 def benchmark(
-    file: str, rounds: int = 0, device: str = "cuda", **given: Any
+    file: str, rounds: int = 0, device: str = "cuda", chooses: bool = True, **given: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The command of a benchmark: the options of its own, then those of `Run`, by name.
 
     Args:
         file: of benchmarks/results.
         rounds, device, given: defaults of the options.
+        chooses: whether it has `--implementations`.
     """
     defaults = {"rounds": rounds, "device": device, **given}
     shared = {
         name: each.replace(kind=each.KEYWORD_ONLY, default=defaults.get(name, each.default))
         for name, each in inspect.signature(Run).parameters.items()
-        if name not in ("file", "measures_host")
+        if name not in ("file", "measures_host") and (chooses or name != "implementations")
     }
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

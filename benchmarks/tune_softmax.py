@@ -218,7 +218,7 @@ def run_case(run: measure.Run, case: Case, force: Force, gpu: Gpu) -> Iterator[m
     force(-1, -1)
 
 
-@measure.benchmark("tune.csv", rounds=7)
+@measure.benchmark("tune.csv", rounds=7, chooses=False)
 def main(
     run: measure.Run,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bf16",

@@ -1,6 +1,7 @@
 """Benchmarks of tiny models: what they write, and that what is wrong is not timed."""
 
 import csv
+import inspect
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 import bench_bias
 import bench_generation
+import bench_reference
 import bench_training
 import training_cases
 import training_others
@@ -75,6 +77,8 @@ def test_implementations_that_are_not_asked_for_do_not_run(tmp_path):
     options = {"benchmark": bench_bias, "implementations": "Mega|mega.*bias"}
     rows = run(tmp_path / "bias.csv", "swin-49", **options)
     assert {row["implementation"] for row in rows} == {"megasoftmax without bias"}
+    with pytest.raises(TypeError, match="implementations"):  # it compares pairs of them
+        inspect.signature(bench_reference.main).bind(implementations="eager")
 
 
 def test_table_tells_memory_of_attention():
