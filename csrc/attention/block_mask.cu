@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kBlockMaskThreads)
 }
 
 // For a mask of keys, which all queries share. A block takes 32 tiles of keys, a word of each line
-// of queries; each warp reads a tile.
+// of queries; each warp reads a tile. There are no more warps than tiles.
 __global__ void __launch_bounds__(kThreadsOfWord)
     attention_block_mask_of_keys_kernel(const __grid_constant__ AttentionParams params,
                                         int words_of_keys, int heads) {
@@ -207,9 +207,11 @@ __global__ void __launch_bounds__(kThreadsOfWord)
     is_mixed[warp] = mixes;
   }
   __syncthreads();
-  const uint32_t seen = __ballot_sync(~0u, is_seen[lane]);
-  const uint32_t mixed = __ballot_sync(~0u, is_mixed[lane]);
-  for (int i = static_cast<int>(threadIdx.x); i < layout.query_tiles; i += kThreadsOfWord) {
+  const int threads = static_cast<int>(blockDim.x);
+  const bool has_warp = lane < threads / 32;
+  const uint32_t seen = __ballot_sync(~0u, has_warp && is_seen[lane]);
+  const uint32_t mixed = __ballot_sync(~0u, has_warp && is_mixed[lane]);
+  for (int i = static_cast<int>(threadIdx.x); i < layout.query_tiles; i += threads) {
     uint32_t* const line = words + int64_t{i} * words_of_keys + word;
     line[layout.seen_by_query()] = seen;
     line[layout.mixed_by_query()] = mixed;
@@ -321,7 +323,8 @@ cudaError_t attention_block_mask(const AttentionParams& params, int batches, int
   }
   if (block_mask.layout.bit_rows == 1 && !params.visible.are_given()) {
     const int words = block_mask.layout.words_of_keys();
-    return start(attention_block_mask_of_keys_kernel, entries * words, kThreadsOfWord, words);
+    return start(attention_block_mask_of_keys_kernel, entries * words,
+                 std::min(kThreadsOfWord, 32 * block_mask.layout.key_tiles), words);
   }
   const int64_t pitch = block_mask.layout.words() * sizeof(uint32_t);
   const int64_t width = block_mask.layout.bits() * sizeof(uint32_t);

@@ -37,6 +37,8 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   const auto row_of = [&](const Strided& tensor) {
     return tensor.row<const T>(batch, head, query);
   };
+  // Loaded before they are needed, beside the others.
+  const float largest = params.statistics[row], log_sum = params.statistics[params.rows() + row];
   float delta = 0.f;
   if (lane * 8 < params.value_dim) {
     const auto output = load_pack<T, 8, true>(row_of(params.output) + lane * 8);
@@ -60,8 +62,7 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   }
   if (lane != 0) return;
   const RowEnds ends(params, batch, head);
-  const float max = params.statistics[row] - ends.bias_of(query),
-              log_sum = params.statistics[params.rows() + row];
+  const float max = largest - ends.bias_of(query);
   if (params.lse_gradient != nullptr) delta -= params.lse_gradient[row];
   const bool is_empty = log_sum == -INFINITY;
   const float log2_sum = log_sum * kLog2E;
