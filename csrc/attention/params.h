@@ -162,9 +162,6 @@ struct alignas(16) RowOfBackward {
   float max;       // of logits
   float log2_sum;  // infinite for a row without a visible key
   float delta;
-
-  // One multiply-add makes a weight from a logit.
-  __device__ bool is_plain() const { return (max == 0.f) & (fabsf(delta) < INFINITY); }
 };
 
 // What a backward needs of two neighbouring rows. Weights are 2^(log2(e) * logit - offset). An

@@ -161,17 +161,22 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
                                            at(memory.values(stage) + kHalf * kHalfBytes), 0);
     end_products();
   };
-  const auto add = [&]<int kHalf>(int stage) {
-    constexpr int kBuffer = kHalf % kBuffers;
-    constexpr int kN = Memory::eights(kHalf);
-    touch(reinterpret_cast<float (&)[kN][4]>(weights[kBuffer]));
-    touch(reinterpret_cast<float (&)[kN][4]>(gradients[kBuffer]));
-    RowOfBackward rows[2];
+  RowOfBackward rows[2];  // of the member at hand
+  bool are_finite = false;
+  const auto load_rows = [&](int stage) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       rows[half] = reinterpret_cast<const RowOfBackward*>(
           shared_memory + Memory::kRowsAt +
           stage * Memory::kRowsBytes)[64 * warpgroup + 16 * warp + mine.row + 8 * half];
+    are_finite =
+        __all_sync(~0u, fabsf(rows[0].delta) < INFINITY && fabsf(rows[1].delta) < INFINITY) != 0;
+  };
+  const auto add = [&]<int kHalf>(int stage) {
+    constexpr int kBuffer = kHalf % kBuffers;
+    constexpr int kN = Memory::eights(kHalf);
+    touch(reinterpret_cast<float (&)[kN][4]>(weights[kBuffer]));
+    touch(reinterpret_cast<float (&)[kN][4]>(gradients[kBuffer]));
     [[maybe_unused]] uint32_t bits[2] = {};
     if constexpr (kMasksKeys) {
       load_pair(bits, memory.bits(stage) + 8 * kHalf);
@@ -179,22 +184,13 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     }
     add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights[kBuffer]), params.logit_scale,
              TileBias<T, false, Panel>({memory.bias(warpgroup, kHalf)}, 16 * warp, 0));
-    const bool are_plain = __all_sync(~0u, rows[0].is_plain() && rows[1].is_plain()) != 0;
 #pragma unroll
     for (int i = 0; i < 4 * kN; ++i) gradients[kBuffer][i / 4][i % 4] -= rows[i % 4 / 2].delta;
-    if (are_plain) {
 #pragma unroll
-      for (int i = 0; i < 4 * kN; ++i) {
-        float& weight = weights[kBuffer][i / 4][i % 4];
-        weight = exp2_approximate(fmaf(weight, kLog2E, -rows[i % 4 / 2].log2_sum));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4 * kN; ++i) {
-        const RowOfBackward& row = rows[i % 4 / 2];
-        float& weight = weights[kBuffer][i / 4][i % 4];
-        weight = exp2_approximate(fmaf(weight - row.max, kLog2E, -row.log2_sum));
-      }
+    for (int i = 0; i < 4 * kN; ++i) {
+      const RowOfBackward& row = rows[i % 4 / 2];
+      float& weight = weights[kBuffer][i / 4][i % 4];
+      weight = exp2_approximate(fmaf(weight - row.max, kLog2E, -row.log2_sum));
     }
     // add_if(counts): adds entries for which counts(n, i) is true.
     const auto add_if = [&](auto&& counts) {
@@ -212,7 +208,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       return !kMasksKeys || (bits[n / 4] >> (n % 4 * 8 + i % 2) & 1) == 0;
     };
     // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not finite.
-    if (!are_plain) {
+    if (!are_finite) {
       add_if([&](int n, int i) { return is_visible(n, i) && weights[kBuffer][n][i] != 0.f; });
     } else if (has_bits) {
       add_if(is_visible);
@@ -240,6 +236,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       start.template operator()<0>(step);
     }
     if constexpr (kBuffers == 2) start.template operator()<1>(step);
+    load_rows(stage);
     if constexpr (!kStartsNextStep) wait_for_products<kBuffers - 1>();
     add.template operator()<0>(stage);
     if constexpr (kBuffers == 1) start.template operator()<1>(step);
