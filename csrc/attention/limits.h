@@ -115,9 +115,11 @@ inline constexpr int kSmallHeadDim = 32, kFilledPercent = 75;
 // tile balances better. With a mask of pairs or ranges the lengths are not known. Then persistent
 // blocks take their next tile from a counter.
 inline constexpr int kMaxStepsOfPersistentBlocks = 8;
-// Up to this many keys, Hopper's forward reads a mask of keys itself: a launch that makes a block
-// mask takes longer than the tiles that it lets forward skip.
+// Up to so many keys, or so many pairs of queries and keys times the head dimension, Hopper's
+// forward reads a mask of keys itself: a launch that makes a block mask takes longer than the tiles
+// that it lets forward skip.
 inline constexpr int kMostKeysWithoutBlockMask = 512;
+inline constexpr int64_t kMostWorkWithoutBlockMask = int64_t{20} << 26;
 // Most heads whose tiles lie side by side in a grid. With more, the last tiles do not end together.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
 // Most heads whose tiles lie side by side where blocks of keys take turns at the gradients of

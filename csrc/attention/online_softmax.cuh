@@ -257,6 +257,10 @@ class RowEnds {
   __device__ RowEnd of(int query, float largest, float sum) const {
     return RowEnd(largest, sum, bias_of(query), sink_, params_.can_exclude);
   }
+  // Of a kernel with a dense bias, beside which there is none of queries.
+  __device__ RowEnd of(float largest, float sum) const {
+    return RowEnd(largest, sum, 0.f, sink_, params_.can_exclude);
+  }
   // Backward: stores a row's gradient of the sink, if that is wanted, and returns it.
   __device__ float store_gradient(const AttentionBackwardParams& params, int64_t row,
                                   float delta) const {

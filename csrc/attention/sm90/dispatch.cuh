@@ -171,8 +171,8 @@ cudaError_t launch_heads(Sm90, const ForwardLaunch& launch, cudaStream_t stream)
                                  dim3(static_cast<unsigned>(plan.threads)), Memory::kBytes,
                                  Together::kNot, 1, stream, params, maps);
     };
-    return params.block_mask.words != nullptr ? launch_with.template operator()<true>()
-                                              : launch_with.template operator()<false>();
+    return params.mask.data != nullptr ? launch_with.template operator()<true>()
+                                       : launch_with.template operator()<false>();
   });
 }
 

@@ -5,7 +5,8 @@
 // members, one after the other.
 //
 // One warp copies a member's queries, keys and values, as a whole and some members ahead, or beyond
-// 512 keys 128 keys at a time through a ring. Each of two warpgroups has 64 queries. It takes the
+// 512 keys 128 keys at a time through a ring. A mask of keys is one more step of the product of
+// queries and keys, see rows_of_keys.cuh. Each of two warpgroups has 64 queries. It takes the
 // keys in steps. While it makes the weights of a step, the products of the next keys run, and those
 // of the weights before with their values. So does the end of a member with the begin of the next.
 //
@@ -16,206 +17,12 @@
 
 #include "../../common/math.cuh"
 #include "../../common/reduce.cuh"
-#include "../bias.cuh"
-#include "../limits.h"
 #include "../online_softmax.cuh"
 #include "../params.h"
 #include "../sm80/tile.cuh"
-#include "forward/copy.cuh"
-#include "plan.h"
-#include "ptx.cuh"
-#include "tensor_map.h"
+#include "forward_heads/copy.cuh"
 
 namespace megasoftmax {
-
-// Boxes of 32 columns: 128 queries or keys, and of the output the 16 queries of a warp.
-struct HeadsForwardMaps {
-  CUtensorMap query, key, value, output;
-};
-
-// A stage of a ring that is filled again and again, and which parity that has for the barriers.
-template <int kStages>
-struct StageInTurn {
-  int stage = 0, parity = 0;
-
-  // Of the copy with this number.
-  __device__ static StageInTurn of(int number) { return {number % kStages, number / kStages & 1}; }
-  __device__ StageInTurn next() const {
-    return stage + 1 == kStages ? StageInTurn{0, parity ^ 1} : StageInTurn{stage + 1, parity};
-  }
-  __device__ int before() const { return stage == 0 ? kStages - 1 : stage - 1; }
-};
-
-template <bool kHasMask, int kIndex>
-struct HopperHeadsForwardMemory {
-  static constexpr AttentionHopperHeadsForwardTile kTile =
-      kAttentionHopperHeadsForwardTiles[kIndex];
-  static constexpr int kWarps = 4 * kTile.warpgroups, kStages = kTile.stages;
-  static constexpr int kDim = kTile.head_dim, kRowBytes = 2 * kDim;
-  static constexpr int kQueries = kTile.queries(), kBox = 128;
-  static constexpr bool kIsWhole = !kTile.halves_bias;
-  static constexpr int kKeys = kTile.stage_keys(), kCopies = kTile.keys / kKeys;
-  static constexpr int kSteps = kKeys / kTile.step_keys;  // of a stage
-  static_assert(kKeys % kBox == 0 && kQueries == kBox && kSteps % 2 == 0);
-  // A copy is there before the one before the last is given back.
-  static_assert(kIsWhole || (kStages > 2 && kStages <= kCopies + 1));
-  static_assert(shares_registers(kTile));
-
-  // Of each stage keys, values, and what a mask of keys excludes, as HopperMemory has it; before
-  // them queries, if it is a whole head, else two stages of queries; half of the bias; ones;
-  // results of each warp; barriers; of each stage of queries whether the mask excludes all keys.
-  static constexpr int kQueryBytes = kQueries * kRowBytes, kKeyBytes = kKeys * kRowBytes;
-  static constexpr int kMaskedPanelBytes = 16 * 128, kOnesBytes = kHasMask ? 8 * 128 : 0;
-  static constexpr int kMaskedBytes = kHasMask ? kKeys / 64 * kMaskedPanelBytes : 0;
-  static constexpr int kStageBytes = (kIsWhole ? kQueryBytes : 0) + 2 * kKeyBytes + kMaskedBytes;
-  // A stage that is filled again was used after the end of the member before the last one.
-  static constexpr int kQueryStages = kIsWhole ? kStages : 2;
-  static constexpr int kQueriesAt = kIsWhole ? 0 : kStages * kStageBytes;
-  static constexpr int kQueryStageBytes = kIsWhole ? kStageBytes : kQueryBytes;
-  // Of each step and warp vectors of four words for each lane.
-  static constexpr int kBiasVectors = kTile.step_keys / 32;
-  static constexpr int kBiasStepBytes = kWarps * kBiasVectors * 32 * 16;
-  static constexpr int kBiasAt =
-      kStages * kStageBytes + (kIsWhole ? 0 : kQueryStages * kQueryBytes);
-  static constexpr int kOnesAt = kBiasAt + (kIsWhole ? 0 : kCopies * kSteps * kBiasStepBytes);
-  static constexpr int kResultsAt = kOnesAt + kOnesBytes;
-  static constexpr int kResultBytes = 16 * kRowBytes;
-  static constexpr int kBarriersAt = kResultsAt + kWarps * kResultBytes;
-  static constexpr int kFlagsAt = kBarriersAt + 8 * 2 * kStages;
-  static constexpr int kBytes = kFlagsAt + kQueryStages * static_cast<int>(sizeof(int));
-  static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
-
-  uint32_t address;
-
-  __device__ uint32_t queries(int stage) const {
-    return address + kQueriesAt + stage * kQueryStageBytes;
-  }
-  __device__ uint32_t keys(int stage) const {
-    return address + stage * kStageBytes + (kIsWhole ? kQueryBytes : 0);
-  }
-  __device__ uint32_t values(int stage) const { return keys(stage) + kKeyBytes; }
-  __device__ uint32_t masked(int stage) const { return values(stage) + kKeyBytes; }
-  __device__ uint32_t bias(int warp, int lane) const {
-    return address + kBiasAt + (warp * kBiasVectors * 32 + lane) * 16;
-  }
-  __device__ uint32_t ones() const { return address + kOnesAt; }
-  __device__ uint32_t results(int warp) const { return address + kResultsAt + warp * kResultBytes; }
-  __device__ static int query_stage(int number) { return number % kQueryStages; }
-  __device__ static int& sees_nothing(char* memory, int query_stage) {
-    return reinterpret_cast<int*>(memory + kFlagsAt)[query_stage];
-  }
-  __device__ Barrier stage_is_there(int stage) const { return {address + kBarriersAt + 8 * stage}; }
-  __device__ Barrier stage_is_used(int stage) const {
-    return {address + kBarriersAt + 8 * (kStages + stage)};
-  }
-  // Called by one thread before others use the barriers.
-  __device__ void init_barriers() const {
-    for (int stage = 0; stage < kStages; ++stage) {
-      stage_is_there(stage).init(1);
-      stage_is_used(stage).init(kWarps);
-    }
-    publish_barriers();
-  }
-  // Called by all threads of the block before others use the mask.
-  template <class T>
-  __device__ void init_mask() const {
-    if constexpr (kHasMask) {
-      const int thread = thread_index_anew();
-      for (int stage = 0; stage < kStages; ++stage) {
-        for (int at = 16 * thread; at < kMaskedBytes; at += 16 * kTile.threads())
-          store_four(masked(stage) + at, {0, 0, 0, 0});
-      }
-      RowsOfKeys<T, kBox, false>::store_ones(ones());
-      publish_writes();
-    }
-  }
-};
-
-// What a block takes: a tile of queries of the members of a part. Blocks that
-// follow each other take the same members. Of some entries of the bias the members are cut into one
-// more part than those of the others (units_of_members), whose larger blocks begin first.
-template <class Memory>
-struct WorkOfHeads {
-  int first_query;
-  BiasMembers members;
-
-  __device__ explicit WorkOfHeads(const AttentionParams& params)
-      : WorkOfHeads(params, divide_up(params.queries, Memory::kQueries)) {}
-  __device__ int count() const { return members.end - members.begin; }
-  __device__ void place(const AttentionParams& params, int number, int& batch, int& head) const {
-    members.place(params, members.begin + number, batch, head);
-  }
-
- private:
-  __device__ WorkOfHeads(const AttentionParams& params, int tiles)
-      : first_query(static_cast<int>(blockIdx.x) % tiles * Memory::kQueries),
-        members(members_of(params, static_cast<int>(blockIdx.x) / tiles,
-                           static_cast<int>(gridDim.x) / tiles)) {}
-  __device__ static BiasMembers members_of(const AttentionParams& params, int unit, int units) {
-    const int entries = BiasMembers::entries(params), parts = units / entries;
-    const int of_more = units % entries, of_fewer = entries - of_more;
-    const int others = unit - of_fewer * parts;
-    return others < 0 ? BiasMembers(params, of_more + unit % of_fewer, unit / of_fewer, parts)
-                      : BiasMembers(params, others % of_more, others / of_more, parts + 1);
-  }
-};
-
-// The copying warp.
-template <class T, bool kHasMask, int kIndex>
-__device__ __forceinline__ void copy_members(
-    const AttentionForwardParams& params, const HeadsForwardMaps& maps,
-    const HopperHeadsForwardMemory<kHasMask, kIndex>& memory) {
-  using Memory = HopperHeadsForwardMemory<kHasMask, kIndex>;
-  constexpr int kBox = Memory::kBox, kBoxes = Memory::kKeys / kBox;
-  extern __shared__ __align__(1024) char shared_memory[];
-  const WorkOfHeads<Memory> work(params);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  StageInTurn<Memory::kStages> turn;
-  for (int number = 0; number < work.count(); ++number) {
-    int batch, head, key_head, rest;
-    work.place(params, number, batch, head);
-    params.heads_per_key_head.split(head, key_head, rest);
-    [[maybe_unused]] uint32_t seen = 0;
-    for (int copy = 0; copy < Memory::kCopies; ++copy, turn = turn.next()) {
-      const int stage = turn.stage, first_key = copy * Memory::kKeys;
-      __syncwarp();  // lanes wait for the same phases
-      memory.stage_is_used(stage).wait(turn.parity ^ 1);
-      if constexpr (kHasMask) {
-#pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          const int key = first_key + kBox * box;
-          if (key >= params.keys) continue;
-          using Masked = RowsOfKeys<T, kBox, false>;
-          Masked masked;
-          masked.load(params, batch, head, key);
-          masked.store(params, memory.masked(stage) + kBox / 64 * Memory::kMaskedPanelBytes * box,
-                       Memory::kMaskedPanelBytes);
-          const int left = params.keys - key - Masked::first();
-          seen |= ~masked.excluded(params) & ((1u << min(max(left, 0), Masked::kOfLane)) - 1);
-        }
-        if (copy + 1 == Memory::kCopies) {
-          const bool sees_nothing = __all_sync(~0u, seen == 0);
-          if (lane == 0)
-            Memory::sees_nothing(shared_memory, Memory::query_stage(number)) = sees_nothing;
-        }
-        publish_writes();
-        __syncwarp();  // all lanes have written theirs
-      }
-      if (lane != 0) continue;
-      const Barrier there = memory.stage_is_there(stage);
-      there.arrive_and_expect((copy == 0 ? Memory::kQueryBytes : 0) + 2 * Memory::kKeyBytes);
-      if (copy == 0)
-        start_copy_of_box(memory.queries(Memory::query_stage(number)), maps.query, there, 0,
-                          work.first_query, head, batch);
-      for (int box = 0; box < kBoxes; ++box)
-        start_copy_of_box(memory.keys(stage) + kBox * Memory::kRowBytes * box, maps.key, there, 0,
-                          first_key + kBox * box, key_head, batch);
-      for (int box = 0; box < kBoxes; ++box)
-        start_copy_of_box(memory.values(stage) + kBox * Memory::kRowBytes * box, maps.value, there,
-                          0, first_key + kBox * box, key_head, batch);
-    }
-  }
-}
 
 // References of two rows, see above. Infinite, where weights relative to it would lose digits: all
 // are 0 then, and the rows are computed step by step.
@@ -433,10 +240,13 @@ __device__ __forceinline__ void attend_step_by_step(const AttentionForwardParams
           GlobalFragments<T>(params.key, batch, key_head, key, params.keys, params.head_dim));
     }
     uint32_t excluded = 0;
-    if (params.block_mask.words != nullptr)
+    if constexpr (Memory::kIsWhole) {
+      excluded = excluded_bits(params, batch, head, key);
+    } else if (params.block_mask.words != nullptr) {
       excluded =
           __ldg(params.block_mask.of(batch, head) + params.block_mask.layout.bits() + key / 32) >>
           key % 32;
+    }
 #pragma unroll
     for (int i = 0; i < kStepKeys / 2; ++i) {
       const int offset = mine.column + column_offset(i / 4, i % 4);
@@ -460,7 +270,7 @@ __device__ __forceinline__ void attend_step_by_step(const AttentionForwardParams
   for (int half = 0; half < 2; ++half) {
     const float sum = sum_of_row(softmax.sum[0][half]);
     const int row = query + row_offset(0, 2 * half);
-    const RowEnd row_end = row_ends.of(row, softmax.max[0][half], sum);
+    const RowEnd row_end = row_ends.of(softmax.max[0][half], sum);
     if (row >= params.queries) continue;  // its reference stays that of a bias of 0
     if (sum != 0.f) references.set(half, softmax.max[0][half]);
     if (mine.column == 0) row_end.store(params, params.row_index(batch, head, row));
@@ -564,7 +374,7 @@ __device__ __forceinline__ void attend_members(
       const int half = lane() % 2;
       const int row = work.first_query + 16 * warp() + FirstElement().row + 8 * half;
       const RowEnd row_end = RowEnds(params, batch, head)
-                                 .of(row, half == 0 ? references.rows[0] : references.rows[1],
+                                 .of(half == 0 ? references.rows[0] : references.rows[1],
                                      half == 0 ? sums[0] : sums[1]);
       if (lane() % 4 < 2 && row < params.queries)
         row_end.store(params, params.row_index(batch, head, row));
@@ -674,7 +484,9 @@ __global__ void __launch_bounds__(kAttentionHopperHeadsForwardTiles[kIndex].thre
   __syncthreads();
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers>();
-    if (threadIdx.x < 32) copy_members<T>(params, maps, memory);
+    const int warp = static_cast<int>(uniform(threadIdx.x / 32));
+    if (warp == 0) copy_members<T>(params, maps, memory);
+    if (kHasMask && Memory::kIsWhole && warp == 1) write_masks<T>(params, memory);
     return;
   }
   take_registers<Memory::kTile.registers>();

@@ -367,6 +367,13 @@ inline int hopper_heads_tile(const AttentionBackwardParams& params, const Device
                                                                                           : -1;
 }
 
+// Whether tiles that a mask of keys excludes take less time than the launch that makes a block mask
+// of it.
+inline bool is_faster_without_block_mask(const AttentionParams& params) {
+  const int64_t work = params.rows() * params.keys * std::max(params.head_dim, params.value_dim);
+  return params.keys <= kMostKeysWithoutBlockMask || work <= kMostWorkWithoutBlockMask;
+}
+
 struct Sm90 {
   static constexpr BackendId kId = BackendId::kSm90;
   // Whether it has kernels of such elements.
@@ -384,7 +391,7 @@ struct Sm90 {
     ForwardPlan plan;
     plan.backend = kId;
     plan.tile = hopper_heads_tile(params, device, plan.blocks);
-    if (plan.tile >= 0 && has_code()) return plan_heads(plan);
+    if (plan.tile >= 0 && has_code()) return plan_heads(params, plan);
     plan.tile = hopper_forward_tile(params);
     if (plan.tile < 0 || !has_code()) return {};
     const AttentionHopperTile& tile = kAttentionHopperTiles[plan.tile];
@@ -400,7 +407,7 @@ struct Sm90 {
     plan.splits = splits_in_workspace(params, params.batches * plan.heads * plan.row_tiles,
                                       tile.queries(), kFewestKeysOfSplit, device);
     plan.reads_mask =
-        hopper_mask(params, tile) == HopperMask::kKeys && params.keys <= kMostKeysWithoutBlockMask;
+        hopper_mask(params, tile) == HopperMask::kKeys && is_faster_without_block_mask(params);
     plan.reads_ranges = true;
     const int64_t tiles = plan.splits.count * plan.row_tiles * plan.heads * params.batches;
     const bool has_bounds = params.mask.data != nullptr || params.visible.are_given();
@@ -459,10 +466,11 @@ struct Sm90 {
   }
 
  private:
-  static ForwardPlan plan_heads(ForwardPlan plan) {
+  static ForwardPlan plan_heads(const AttentionForwardParams& params, ForwardPlan plan) {
     const AttentionHopperHeadsForwardTile& tile = kAttentionHopperHeadsForwardTiles[plan.tile];
     plan.kernel = ForwardKernel::kHeads;
     plan.reads_bias_in_place = true;
+    plan.reads_mask = params.keys <= kMostKeysWithoutBlockMask;
     plan.tile_head_dim = plan.tile_value_dim = tile.head_dim;
     plan.tile_queries = tile.queries();
     plan.tile_keys = tile.keys;

@@ -59,16 +59,11 @@ class RowsOfKeys {
   // Writes the rows, in panels of 64 keys. Swizzled: vector v of row r is vector v ^ r. Returns
   // whether the bias is left to other warps.
   __device__ bool store(const AttentionParams& params, uint32_t rows, int panel_bytes) const {
-    constexpr uint32_t kExcluded = std::is_same_v<T, __half> ? 0xfc00 : 0xff80;  // -infinity
-    const uint32_t mine = rows + first() / 64 * panel_bytes + first() % 64 * 2,
-                   bits = excluded(params);
     if constexpr (!kHasBias) {
-#pragma unroll
-      for (int i = 0; i < kOfLane; i += 2)
-        store_word(mine + 2 * i,
-                   (bits >> i & 1) * kExcluded | (bits >> (i + 1) & 1) * kExcluded << 16);
+      store_excluded(excluded(params), rows, panel_bytes);
       return false;
     } else {
+      const uint32_t mine = place(rows, panel_bytes), bits = excluded(params);
       const float inverse_scale = 1.f / params.logit_scale;
       float left[kOfLane];
       bool has_large = false;
@@ -98,6 +93,15 @@ class RowsOfKeys {
       return has_large;
     }
   }
+  // Writes the row of a mask alone, of which each lane has the bits of its keys.
+  __device__ static void store_excluded(uint32_t bits, uint32_t row, int panel_bytes) {
+    constexpr uint32_t kExcluded = std::is_same_v<T, __half> ? 0xfc00 : 0xff80;  // -infinity
+    const uint32_t mine = place(row, panel_bytes);
+#pragma unroll
+    for (int i = 0; i < kOfLane; i += 2)
+      store_word(mine + 2 * i,
+                 (bits >> i & 1) * kExcluded | (bits >> (i + 1) & 1) * kExcluded << 16);
+  }
   // Writes eight rows of columns of ones, by the first threads of a block. Swizzled: the first
   // vector of row r is vector r.
   __device__ static void store_ones(uint32_t ones) {
@@ -111,6 +115,11 @@ class RowsOfKeys {
  private:
   // The least large bias, and what the first part has room for.
   static constexpr float kLarge = 4096.f, kMost = 32768.f;
+
+  // Of this lane's keys in a row.
+  __device__ static uint32_t place(uint32_t row, int panel_bytes) {
+    return row + first() / 64 * panel_bytes + first() % 64 * 2;
+  }
 
   __device__ static float of_word(DType type, uint32_t word) {
     if (type == DType::kFloat32) return __uint_as_float(word);
