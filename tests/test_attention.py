@@ -479,6 +479,35 @@ def test_wide_heads(lengths: tuple[int, int], dims: tuple[int, int], dtype: torc
 
 
 @gpu_with_all_kernels
+@pytest.mark.parametrize("dim", [48, 64, 96, 128, 192])
+@pytest.mark.parametrize("heads", [(8, 2), (6, 2), (7, 1)])
+@pytest.mark.parametrize("lengths", [(1100, 900), (900, 1030)])
+def test_turns_of_heads_that_share_keys(
+    lengths: tuple[int, int], heads: tuple[int, int], dim: int
+) -> None:
+    """With causality and windows blocks begin with the last queries, and heads alternate."""
+    shape: dict[str, Any] = {"batch": 2, "heads": heads, "lengths": lengths, "dims": (dim, dim)}
+    q, k, v = tensors("cuda", torch.bfloat16, **shape)
+    cases: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "window": {"window": (150, 20)},
+        "softcap": {"causal": True, "softcap": 5.0},
+        "keys": {"causal": True, "mask": coin(2, 1, 1, lengths[1], device="cuda")},
+        "pairs": {"causal": True, "mask": coin(2, 1, *lengths, device="cuda")},
+    }
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    for what, options in cases.items():
+        with deterministic(True):
+            check(q, k, v, **options, what=what)
+            output = megasoftmax.attention(*leaves, **options, fused=True)
+            gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
+            first, second = (
+                torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(2)
+            )
+        assert all(map(bits_equal, first, second)), what
+
+
+@gpu_with_all_kernels
 @pytest.mark.parametrize(
     ("shape", "bias", "causal", "names"),
     [

@@ -138,10 +138,11 @@ cudaError_t attention_backward_instance(const BackwardLaunch& launch, cudaStream
         cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
   MEGASOFTMAX_RETURN_IF_ERROR(launch_rows<T>(params, stream));
   params.takes_all_queries = plan.query_gradient == QueryGradient::kWhole;
-  params.takes_turns = params.turns != nullptr;
-  if (params.turns != nullptr)
+  if (params.turns != nullptr) {
+    params.order_of_turns = plan.order_of_turns;
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.turns, 0, params.turn_count() * sizeof(uint32_t), stream));
+  }
   MEGASOFTMAX_RETURN_IF_ERROR(with_backend(plan.backend, [&]<class Backend>(Backend backend) {
     if constexpr (Backend::template has_type<T>()) {
       return launch_backward<T>(backend, keys, stream);

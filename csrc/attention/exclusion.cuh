@@ -98,8 +98,10 @@ __device__ inline int next_query_tile(const AttentionParams& params, int batch, 
 
 // The tiles of queries that see some of a block's keys, one after the other, of all heads that
 // share the keys. If there is a block mask, a word of it serves 32 tiles. If kMayTakeAll and
-// params.takes_all_queries, these are all tiles.
-template <int kKeys, int kQueries, bool kIsUnmasked, bool kMayTakeAll = false>
+// params.takes_all_queries, these are all tiles. kMayAlternate: Turns::kFirstKeysFirst may be
+// given.
+template <int kKeys, int kQueries, bool kIsUnmasked, bool kMayTakeAll = false,
+          bool kMayAlternate = false>
 class QueryTiles {
  public:
   int head, query;  // the first query of the tile at hand
@@ -114,6 +116,7 @@ class QueryTiles {
     head = key_head * group;
     query = begin_;
     find(params, batch, first_key);
+    if (alternates(params) && are_left()) query = end() - kQueries;
   }
   __device__ bool are_left() const { return head < last_head_; }
   __device__ void skip_all() { head = last_head_; }
@@ -123,7 +126,19 @@ class QueryTiles {
     return begin_ + divide_up(max(end_ - begin_, 0), kQueries) * kQueries;
   }
   __device__ void advance(const AttentionParams& params, int batch, int first_key) {
+    if (alternates(params)) {
+      if (++head < last_head_) return;
+      query -= kQueries;
+      if (query >= begin_) head -= static_cast<int>(params.heads_per_key_head.divisor);
+      return;
+    }
     query += kQueries;
+    if constexpr (kIsUnmasked) {
+      if (query < end_) return;
+      ++head;
+      query = begin_;
+      return;
+    }
     if (has_block_mask(params)) {
       const int tile = query / kMaskTile;
       const uint32_t rest = tile % 32 == 0 ? 0 : seen_ >> tile % 32;
@@ -137,6 +152,9 @@ class QueryTiles {
   }
 
  private:
+  __device__ static bool alternates(const AttentionParams& params) {
+    return kMayAlternate && params.order_of_turns == Turns::kFirstKeysFirst;
+  }
   __device__ static bool has_block_mask(const AttentionParams& params) {
     return !kIsUnmasked && params.block_mask.words != nullptr &&
            !(kMayTakeAll && params.takes_all_queries);

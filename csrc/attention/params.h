@@ -34,6 +34,12 @@ struct TileOrder {
   }
 };
 
+// The order in which blocks of keys take turns at gradients of queries, if they do.
+// kLastKeysFirst: blocks with later keys first. A block takes one head that shares its keys after
+// the other. kFirstKeysFirst: blocks begin with the last queries, and take a tile of all heads that
+// share their keys before the next.
+enum class Turns : uint8_t { kNone, kLastKeysFirst, kFirstKeysFirst };
+
 // Rows of queries, keys and values are the third dimension. They begin at multiples of 16 bytes,
 // and their columns are contiguous and a multiple of 8.
 struct AttentionParams : LogitOptions {
@@ -63,9 +69,10 @@ struct AttentionParams : LogitOptions {
   bool can_exclude = false;  // a row without a visible key is 0, else NaN
 
   // Backward, set by the launcher. takes_all_queries: a block of keys takes all tiles of queries,
-  // also those that see none of its keys. takes_turns: blocks wait for those with later keys, so
-  // the grid begins with the last keys of some heads, see heads_of_section.
-  bool takes_all_queries = false, takes_turns = false;
+  // also those that see none of its keys. With turns the grid begins with the blocks that others
+  // wait for, of some heads, see heads_of_section.
+  bool takes_all_queries = false;
+  Turns order_of_turns = Turns::kNone;
 
   // [3, batches, heads, queries]. 0: the largest logit, or a number less than 10 below it and 28
   // above it. 1: the log of the denominator relative to that. 2: their sum, the LSE.
@@ -206,7 +213,7 @@ __host__ __device__ constexpr bool is_made_beside_keys(BiasGradient kind) {
 // How gradients of queries are summed over blocks of keys.
 enum class QueryGradient {
   kAdded,    // in any order, by atomics
-  kInTurns,  // from the last keys to the first: blocks wait for each other
+  kInTurns,  // blocks wait for each other, see Turns
   kInOrder,  // in the order of the keys, by a launch of its own
   kWhole,    // one block has all keys
   kInParts,  // each block of keys has sums of its own, and a launch adds these in order

@@ -1,10 +1,14 @@
 #pragma once
-// Turns of blocks that add to the same gradients of queries, the one with the last keys first. So
-// sums have the same order each time. Blocks with later keys have lower numbers and begin earlier.
+// Turns of blocks that add to the same gradients of queries. So sums have the same order each time.
+// A block waits for blocks of lower numbers, which begin earlier.
 //
-// With causality a block begins with the queries at its own keys. Blocks with later keys do not see
-// these, so it adds at once, and comes to the first queries of the next block a step after that
-// block. In the order of the keys it would wait for blocks that come to its first queries last.
+// The last keys first: with causality a block begins with the queries at its own keys. Blocks with
+// later keys do not see these, so it adds at once, and comes to the first queries of the next block
+// a step after that block. But the longest blocks begin last, and end alone.
+//
+// The first keys first, the longest blocks: all blocks begin with the last queries. A block that
+// waits does so once, at its first tiles, and is behind the others from then on. That costs less
+// where heads share keys, since a block has a step for each of them.
 
 #include "exclusion.cuh"
 
@@ -47,11 +51,13 @@ __device__ __noinline__ int visible_steps_apart(const AttentionParams& params, i
   return visible_steps<kKeys, kQueries>(params, batch, head, query, begin, end);
 }
 
-// How many blocks of kKeys keys after those from `first_key` on have a step for the tile of queries
-// that begins at `query`. QueryTiles decides which.
-template <int kKeys, int kQueries, bool kIsUnmasked, bool kIsApart>
-__device__ __forceinline__ int steps_after(const AttentionParams& params, int batch, int head,
-                                           int query, int first_key) {
+// How many blocks of kKeys keys add to the tile of queries that begins at `query` before the block
+// of those from `first_key` on. QueryTiles decides which have a step for it.
+template <int kKeys, int kQueries, bool kIsUnmasked, bool kIsApart, bool kMayAlternate = false>
+__device__ __forceinline__ int turns_before(const AttentionParams& params, int batch, int head,
+                                            int query, int first_key) {
+  if (kMayAlternate && params.order_of_turns == Turns::kFirstKeysFirst)
+    return max(first_key / kKeys - visible_keys(params, query).begin / kKeys, 0);
   const int last_query = min(query + kQueries, params.queries) - 1;
   const int begin = first_key / kKeys + 1;
   const int end = divide_up(visible_keys(params, last_query).end, kKeys);

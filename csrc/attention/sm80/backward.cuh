@@ -184,7 +184,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   {
     int tile;
     params.order.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
-    if (kHasTurns && params.turns != nullptr) tile = params.order.tiles - 1 - tile;
+    if (kHasTurns && params.order_of_turns == Turns::kLastKeysFirst)
+      tile = params.order.tiles - 1 - tile;
     slice = tile % Memory::kSlices * kSlice;
     first_key = tile / Memory::kSlices * kKeys;
   }
@@ -285,8 +286,8 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
     }
     if constexpr (kHasTurns) {
       if (params.turns != nullptr && threadIdx.x == 0)
-        wait_for_turn(turn(), steps_after<kKeys, kQueries, kIsUnmasked, true>(params, batch, head,
-                                                                              query, first_key));
+        wait_for_turn(turn(), turns_before<kKeys, kQueries, kIsUnmasked, true>(params, batch, head,
+                                                                               query, first_key));
     }
     __syncthreads();  // weights and gradients of all scores are there, the bias is used up
     if (tiles.are_left()) copy_bias(tiles);

@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   __syncthreads();
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
-  if (params.turns != nullptr) first_key = params.order.tiles - 1 - first_key;
+  if (params.order_of_turns == Turns::kLastKeysFirst)
+    first_key = params.order.tiles - 1 - first_key;
   first_key *= kKeys;
   QueryTiles<kKeys, kQueries, kIsUnmasked> tiles(params, batch, key_head, first_key);
 
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
           __syncwarp();
           if (lane == 0) {
             if (turn != nullptr && square == 0 && side == 0) {
-              wait_for_turn(turn, steps_after<kKeys, kQueries, kIsUnmasked, false>(
+              wait_for_turn(turn, turns_before<kKeys, kQueries, kIsUnmasked, false>(
                                       params, batch, tiles.head, tiles.query, first_key));
               publish_writes_to_others();
             }

@@ -125,6 +125,23 @@ inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
       !params.softcap.is_given() && (params.turns == nullptr || !is_bias(hopper_bias(params)));
   return mask == HopperMask::kKeys && !(is_of_keys && has_kernel) ? HopperMask::kAny : mask;
 }
+// Whether kernels up to a head dimension of 128 have Turns::kFirstKeysFirst.
+constexpr bool may_alternate(HopperBias bias, HopperMask mask) {
+  return !is_bias(bias) && mask != HopperMask::kAny;
+}
+// A gradient of a bias of keys would be that of one head after the other. Where all blocks begin
+// together, none of them ends alone.
+inline Turns hopper_order_of_turns(const AttentionBackwardParams& params,
+                                   const AttentionHopperBackwardTile& tile, const Device& device) {
+  const int64_t blocks =
+      params.batches * params.key_heads * divide_up<int64_t>(params.keys, tile.keys());
+  const bool is_faster = params.window_right >= 0 && params.heads_per_key_head.divisor > 1 &&
+                         blocks > device.multiprocessors;
+  return is_faster && !tile.is_wide() && params.bias.data == nullptr &&
+                 may_alternate(hopper_bias(params), hopper_mask(params))
+             ? Turns::kFirstKeysFirst
+             : Turns::kLastKeysFirst;
+}
 
 // Backward, warps that would be idle bring rows that begin anywhere to their places. In shared
 // memory these rows have the place of masks. Turns have no kernels for them.
@@ -295,11 +312,13 @@ inline int hopper_backward_tile(const AttentionBackwardParams& params) {
 }
 
 // Most heads whose tiles lie side by side where blocks take turns: so many that those of a head
-// that begin together are about as many as its steps. With causality a block comes to the queries
-// of the next block a step after it, so all may have one head.
+// that begin together are about as many as its steps. With causality and the last keys first a
+// block comes to the queries of the next block a step after it, so all may have one head.
 inline int64_t heads_of_turns(const AttentionBackwardParams& params, int tile_queries,
                               const Device& device) {
-  if (params.window_right >= 0 && params.queries >= params.keys) return 1;
+  if (params.order_of_turns == Turns::kLastKeysFirst && params.window_right >= 0 &&
+      params.queries >= params.keys)
+    return 1;
   const int64_t steps =
       divide_up<int64_t>(params.queries, tile_queries) * params.heads_per_key_head.divisor;
   return std::max(kHopperHeadsOfTurns, device.multiprocessors / std::max<int64_t>(steps, 1));
@@ -439,6 +458,7 @@ struct Sm90 {
       plan.query_gradient =
           query_gradient_kind(params, tile, device.multiprocessors, is_deterministic);
     }
+    plan.order_of_turns = hopper_order_of_turns(params, tile, device);
     // The launch for dQ is one of the portable kernels.
     if (plan.query_gradient == QueryGradient::kInOrder)
       return Sm80::plan(params, is_deterministic, device, QueryGradient::kInOrder);

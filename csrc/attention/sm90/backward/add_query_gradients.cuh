@@ -24,7 +24,7 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::add_query_gradients(
     uint32_t* turn = nullptr;
     if (params.turns != nullptr) {
       turn = turn_of<kQueries>(params, block.batch, head, query, warpgroup);
-      wait_for_turn(turn, steps_after<kKeys, kQueries, kIsUnmasked, false>(
+      wait_for_turn(turn, turns_before<kKeys, kQueries, kIsUnmasked, false, kMayAlternate>(
                               params, block.batch, head, query, block.first_key));
       publish_writes_to_others();
     }

@@ -34,7 +34,8 @@ struct HopperBackward {
   static constexpr bool kHasTable = kBias == HopperBias::kTable;
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
-  using Block = BlockOfKeys<QueryTiles<kKeys, kQueries, kIsUnmasked>>;
+  static constexpr bool kMayAlternate = may_alternate(kBias, kMask);
+  using Block = BlockOfKeys<QueryTiles<kKeys, kQueries, kIsUnmasked, false, kMayAlternate>>;
 
   // All work of a warp: of the copying warpgroup in copy.cuh, add_query_gradients.cuh,
   // dense_bias_gradient.cuh and place_rows.cuh, of the others in products.cuh. Arguments are no
