@@ -814,12 +814,17 @@ def attention_in_turns(given, dtype, dim, bias):
     """
     batches, heads = given.many(150, 2)
     sizes = given.sizes(((70, 200), (140, 264)), ((140, 264),))
-    for queries, keys in (
-        (*sizes, *FILLING_SIZES) if dim == LIMITS.attention["kSmallHeadDim"] else sizes
+    sizes = (*sizes, *FILLING_SIZES) if dim == LIMITS.attention["kSmallHeadDim"] else sizes
+    # Heads that share keys have another order of turns.
+    for (queries, keys), key_heads in itertools.product(
+        sizes, {heads, 1 if bias == "none" else heads}
     ):
         query, key, value, output_gradient = (
-            given.floats(batches, heads, length, dim, dtype=DTYPES[dtype], layout="exact")
-            for length in (queries, keys, keys, queries)
+            given.floats(batches, count, length, dim, dtype=DTYPES[dtype], layout="exact")
+            for count, length in (
+                *((heads, queries), (key_heads, keys)),
+                *((key_heads, keys), (heads, queries)),
+            )
         )
         shapes = {"shared": (1, heads, queries, keys), "relative": (1, heads, queries + keys - 1)}
         shapes["dense"] = (batches, heads, queries, keys)

@@ -533,6 +533,7 @@ def test_bytes_and_products_of_attention(
 
 
 TURNS = "blocks take turns at gradients of queries"
+LONGEST_FIRST = f"{TURNS}, the longest first"
 IN_ORDER = "a launch of its own makes gradients of queries in order"
 BIAS_IN_ORDER = "a launch of its own sums the gradient of the bias in order"
 
@@ -563,6 +564,20 @@ def sums(count: int) -> str:
         ((1, 4, 1024, 96), {"major": 8}, False, {IN_ORDER}),
         ((64, 8, 512, 64), {"bias": True}, True, {TURNS, BIAS_IN_ORDER}),
         ((8, 8, 1024, 64), {"bias": True}, True, {TURNS}),  # clusters of 8 blocks sum it
+        # Where heads share keys and blocks are more than multiprocessors, with causality.
+        *(
+            ((batch, 16, 1024, dim), {"key_heads": heads, "causal": True} | options, True, {way})
+            for batch, heads, dim, options, way in (
+                (8, 4, 64, {}, LONGEST_FIRST),
+                (8, 4, 128, {}, LONGEST_FIRST),
+                (17, 1, 64, {}, LONGEST_FIRST),
+                (16, 1, 64, {}, TURNS),
+                (8, 4, 64, {"causal": False}, TURNS),
+                (8, 16, 64, {}, TURNS),
+                (8, 4, 192, {}, TURNS),
+                (8, 4, 64, {"key_bias": True}, TURNS),
+            )
+        ),
     ],
 )
 def test_order_of_gradients(

@@ -96,13 +96,15 @@ __device__ inline int next_query_tile(const AttentionParams& params, int batch, 
          kMaskTile;
 }
 
-// The tiles of queries that see some of a block's keys, one after the other, of all heads that
-// share the keys. If there is a block mask, a word of it serves 32 tiles. If kMayTakeAll and
-// params.takes_all_queries, these are all tiles. kMayAlternate: Turns::kFirstKeysFirst may be
-// given.
+// The tiles of queries that see some of a block's keys, of all heads that share the keys: head by
+// head, from the first tile on. If there is a block mask, a word of it serves 32 tiles. If
+// kMayTakeAll and params.takes_all_queries, these are all tiles. kMayAlternate: params may ask for
+// OrderOfTurns::kFirstKeysFirst.
 template <int kKeys, int kQueries, bool kIsUnmasked, bool kMayTakeAll = false,
           bool kMayAlternate = false>
 class QueryTiles {
+  static_assert(!kMayAlternate || kIsUnmasked);
+
  public:
   int head, query;  // the first query of the tile at hand
 
@@ -126,14 +128,14 @@ class QueryTiles {
     return begin_ + divide_up(max(end_ - begin_, 0), kQueries) * kQueries;
   }
   __device__ void advance(const AttentionParams& params, int batch, int first_key) {
-    if (alternates(params)) {
+    if (alternates(params)) {  // after the first tile of the last head no head is left
       if (++head < last_head_) return;
       query -= kQueries;
       if (query >= begin_) head -= static_cast<int>(params.heads_per_key_head.divisor);
       return;
     }
     query += kQueries;
-    if constexpr (kIsUnmasked) {
+    if constexpr (kIsUnmasked) {  // as find() does, with fewer instructions: all heads have tiles
       if (query < end_) return;
       ++head;
       query = begin_;
@@ -153,7 +155,7 @@ class QueryTiles {
 
  private:
   __device__ static bool alternates(const AttentionParams& params) {
-    return kMayAlternate && params.order_of_turns == Turns::kFirstKeysFirst;
+    return kMayAlternate && params.order_of_turns == OrderOfTurns::kFirstKeysFirst;
   }
   __device__ static bool has_block_mask(const AttentionParams& params) {
     return !kIsUnmasked && params.block_mask.words != nullptr &&

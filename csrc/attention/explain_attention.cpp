@@ -102,6 +102,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     add_fields(plan, add);
     add("query_sums", plan.query_sums);
     add("takes_turns", plan.query_gradient == QueryGradient::kInTurns ? 1 : 0);
+    add("first_keys_first", plan.order_of_turns == OrderOfTurns::kFirstKeysFirst ? 1 : 0);
     add("queries_in_order", plan.query_gradient == QueryGradient::kInOrder ? 1 : 0);
     add("bias_in_order", plan.bias_gradient == BiasGradient::kInOrder ? 1 : 0);
     add("splits", 1);

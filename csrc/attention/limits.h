@@ -115,11 +115,11 @@ inline constexpr int kSmallHeadDim = 32, kFilledPercent = 75;
 // tile balances better. With a mask of pairs or ranges the lengths are not known. Then persistent
 // blocks take their next tile from a counter.
 inline constexpr int kMaxStepsOfPersistentBlocks = 8;
-// Up to so many keys, or so many pairs of queries and keys times the head dimension, Hopper's
-// forward reads a mask of keys itself: a launch that makes a block mask takes longer than the tiles
-// that it lets forward skip.
+// Up to this many keys, or this much work, Hopper's forward reads a mask of keys itself. Work is
+// pairs of queries and keys times the head dimension. A launch that makes a block mask would take 2
+// to 3 us, longer than the tiles that it lets forward skip.
 inline constexpr int kMostKeysWithoutBlockMask = 512;
-inline constexpr int64_t kMostWorkWithoutBlockMask = int64_t{20} << 26;
+inline constexpr int64_t kMostWorkWithoutBlockMask = int64_t{64} * (20 << 20);
 // Most heads whose tiles lie side by side in a grid. With more, the last tiles do not end together.
 inline constexpr int64_t kMaxHeadsOfSection = 128;
 // Most heads whose tiles lie side by side where blocks of keys take turns at the gradients of

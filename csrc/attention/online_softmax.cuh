@@ -257,7 +257,7 @@ class RowEnds {
   __device__ RowEnd of(int query, float largest, float sum) const {
     return RowEnd(largest, sum, bias_of(query), sink_, params_.can_exclude);
   }
-  // Of a kernel with a dense bias, beside which there is none of queries.
+  // For kernels with a dense bias: there is no bias of queries beside it.
   __device__ RowEnd of(float largest, float sum) const {
     return RowEnd(largest, sum, 0.f, sink_, params_.can_exclude);
   }

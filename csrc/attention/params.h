@@ -35,10 +35,10 @@ struct TileOrder {
 };
 
 // The order in which blocks of keys take turns at gradients of queries, if they do.
-// kLastKeysFirst: blocks with later keys first. A block takes one head that shares its keys after
-// the other. kFirstKeysFirst: blocks begin with the last queries, and take a tile of all heads that
-// share their keys before the next.
-enum class Turns : uint8_t { kNone, kLastKeysFirst, kFirstKeysFirst };
+// kLastKeysFirst: a block takes the heads that share its keys one after the other, each from the
+// first query on. kFirstKeysFirst: it begins with the last queries, and takes a tile of all heads
+// that share its keys before the next.
+enum class OrderOfTurns : uint8_t { kNone, kLastKeysFirst, kFirstKeysFirst };
 
 // Rows of queries, keys and values are the third dimension. They begin at multiples of 16 bytes,
 // and their columns are contiguous and a multiple of 8.
@@ -69,10 +69,10 @@ struct AttentionParams : LogitOptions {
   bool can_exclude = false;  // a row without a visible key is 0, else NaN
 
   // Backward, set by the launcher. takes_all_queries: a block of keys takes all tiles of queries,
-  // also those that see none of its keys. With turns the grid begins with the blocks that others
-  // wait for, of some heads, see heads_of_section.
+  // also those that see none of its keys. order_of_turns: the grid begins with the blocks that
+  // others wait for, of as many heads as heads_of_section says.
   bool takes_all_queries = false;
-  Turns order_of_turns = Turns::kNone;
+  OrderOfTurns order_of_turns = OrderOfTurns::kNone;
 
   // [3, batches, heads, queries]. 0: the largest logit, or a number less than 10 below it and 28
   // above it. 1: the log of the denominator relative to that. 2: their sum, the LSE.
@@ -213,7 +213,7 @@ __host__ __device__ constexpr bool is_made_beside_keys(BiasGradient kind) {
 // How gradients of queries are summed over blocks of keys.
 enum class QueryGradient {
   kAdded,    // in any order, by atomics
-  kInTurns,  // blocks wait for each other, see Turns
+  kInTurns,  // blocks wait for each other, see OrderOfTurns
   kInOrder,  // in the order of the keys, by a launch of its own
   kWhole,    // one block has all keys
   kInParts,  // each block of keys has sums of its own, and a launch adds these in order

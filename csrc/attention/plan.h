@@ -99,8 +99,8 @@ struct BackwardPlan : AttentionPlan {
   int slices = 1;  // of the columns of gradients: blocks with the same keys
   int stages = 1;  // tiles of queries in shared memory at a time
   QueryGradient query_gradient = QueryGradient::kAdded;
-  Turns order_of_turns = Turns::kLastKeysFirst;  // of kInTurns
-  int query_sums = 1;                            // see AttentionBackwardParams
+  OrderOfTurns order_of_turns = OrderOfTurns::kLastKeysFirst;  // of kInTurns
+  int query_sums = 1;                                          // see AttentionBackwardParams
   BiasGradient bias_gradient = BiasGradient::kNone;
   BiasGradientPlan in_order;  // of BiasGradient::kInOrder, and parts of small heads
   // Kernels write zeros to the gradient of the bias where no tile is.
@@ -282,8 +282,8 @@ inline bool is_unmasked(const AttentionParams& params) {
 }
 
 // Whether turns lose less time than a launch for dQ in order takes. A GPU runs `room` blocks of
-// keys at a time. Without causality, a block waits for one step of each block of the same head that
-// began with it.
+// keys at a time. Without causality, and with the first keys first, a block waits for one step of
+// each block of the same head that began with it.
 template <class Tile>
 bool is_faster_in_turns(const AttentionBackwardParams& params, const Tile& tile, int64_t room) {
   const int64_t heads = std::max<int64_t>(params.batches * params.key_heads, 1);
@@ -321,9 +321,9 @@ inline int64_t heads_of_section(const AttentionParams& params, int64_t heads, in
   const int64_t fewest = lengths_may_differ(params) ? multiprocessors / kBlocksOfHead : 1;
   const int64_t together = shares_bias ? batches : 1, count = heads * batches / together;
   const int64_t in_cache = cache_bytes / std::max<int64_t>(bytes_of_head, 1);
-  const int64_t held = params.order_of_turns != Turns::kNone ? std::min(in_cache, of_turns)
-                       : is_even                             ? 1
-                                                             : std::max(in_cache / 2, fewest);
+  const int64_t held = params.order_of_turns != OrderOfTurns::kNone ? std::min(in_cache, of_turns)
+                       : is_even ? 1
+                                 : std::max(in_cache / 2, fewest);
   int64_t most = std::clamp<int64_t>(held / together, 1, std::min(count, kMaxHeadsOfSection));
   while (count % most != 0) --most;
   return most * together;

@@ -2,13 +2,13 @@
 // Turns of blocks that add to the same gradients of queries. So sums have the same order each time.
 // A block waits for blocks of lower numbers, which begin earlier.
 //
-// The last keys first: with causality a block begins with the queries at its own keys. Blocks with
-// later keys do not see these, so it adds at once, and comes to the first queries of the next block
-// a step after that block. But the longest blocks begin last, and end alone.
+// kLastKeysFirst: with causality a block begins with the queries at its own keys. Blocks with later
+// keys do not see these, so it adds at once, and comes to the first queries of the next block a
+// step after that block. But the longest blocks begin last, and end alone.
 //
-// The first keys first, the longest blocks: all blocks begin with the last queries. A block that
-// waits does so once, at its first tiles, and is behind the others from then on. That costs less
-// where heads share keys, since a block has a step for each of them.
+// kFirstKeysFirst: with causality the longest blocks begin first. All begin with the last queries,
+// so a block waits at its first tile for those before it, and stays behind them. Beside the rest of
+// the block that is short where heads share keys: it has a step of each head for a tile.
 
 #include "exclusion.cuh"
 
@@ -52,11 +52,11 @@ __device__ __noinline__ int visible_steps_apart(const AttentionParams& params, i
 }
 
 // How many blocks of kKeys keys add to the tile of queries that begins at `query` before the block
-// of those from `first_key` on. QueryTiles decides which have a step for it.
+// of those from `first_key` on, in the order of turns. QueryTiles decides which have a step for it.
 template <int kKeys, int kQueries, bool kIsUnmasked, bool kIsApart, bool kMayAlternate = false>
 __device__ __forceinline__ int turns_before(const AttentionParams& params, int batch, int head,
                                             int query, int first_key) {
-  if (kMayAlternate && params.order_of_turns == Turns::kFirstKeysFirst)
+  if (kMayAlternate && params.order_of_turns == OrderOfTurns::kFirstKeysFirst)
     return max(first_key / kKeys - visible_keys(params, query).begin / kKeys, 0);
   const int last_query = min(query + kQueries, params.queries) - 1;
   const int begin = first_key / kKeys + 1;

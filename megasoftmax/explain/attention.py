@@ -305,7 +305,8 @@ def _order(plan: SimpleNamespace) -> list[str]:
     if plan.query_sums > 1:
         reasons += [f"gradients of queries have {plan.query_sums} sums, added in order"]
     if plan.takes_turns:
-        reasons += ["blocks take turns at gradients of queries"]
+        order = ", the longest first" if plan.first_keys_first else ""
+        reasons += [f"blocks take turns at gradients of queries{order}"]
     if plan.queries_in_order:
         reasons += ["a launch of its own makes gradients of queries in order"]
     if plan.bias_in_order:

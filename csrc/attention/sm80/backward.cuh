@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   const auto row_of = [&](const Strided& tensor) {
     return tensor.row<const T>(batch, head, query);
   };
-  // Loaded before they are needed, beside the others.
+  // Loaded here, so that they arrive with what follows.
   const float largest = params.statistics[row], log_sum = params.statistics[params.rows() + row];
   float delta = 0.f;
   if (lane * 8 < params.value_dim) {
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kAttentionBackwardTiles[kIndex].threads(),
   {
     int tile;
     params.order.place(static_cast<int>(blockIdx.x), tile, key_head, batch);
-    if (kHasTurns && params.order_of_turns == Turns::kLastKeysFirst)
+    if (kHasTurns && params.order_of_turns == OrderOfTurns::kLastKeysFirst)
       tile = params.order.tiles - 1 - tile;
     slice = tile % Memory::kSlices * kSlice;
     first_key = tile / Memory::kSlices * kKeys;

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   }
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
-  if (params.order_of_turns == Turns::kLastKeysFirst)
+  if (params.order_of_turns == OrderOfTurns::kLastKeysFirst)
     first_key = params.order.tiles - 1 - first_key;
   first_key *= Memory::kKeys;
   using Roles = HopperBackward<T, kBias, kMask, kHasTurns, kIndex>;

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   __syncthreads();
   int first_key, key_head, batch;
   params.order.place(static_cast<int>(blockIdx.x), first_key, key_head, batch);
-  if (params.order_of_turns == Turns::kLastKeysFirst)
+  if (params.order_of_turns == OrderOfTurns::kLastKeysFirst)
     first_key = params.order.tiles - 1 - first_key;
   first_key *= kKeys;
   QueryTiles<kKeys, kQueries, kIsUnmasked> tiles(params, batch, key_head, first_key);

@@ -162,14 +162,14 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     end_products();
   };
   RowOfBackward rows[2];  // of the member at hand
-  bool are_finite = false;
+  bool have_finite_deltas = false;
   const auto load_rows = [&](int stage) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       rows[half] = reinterpret_cast<const RowOfBackward*>(
           shared_memory + Memory::kRowsAt +
           stage * Memory::kRowsBytes)[64 * warpgroup + 16 * warp + mine.row + 8 * half];
-    are_finite =
+    have_finite_deltas =
         __all_sync(~0u, fabsf(rows[0].delta) < INFINITY && fabsf(rows[1].delta) < INFINITY) != 0;
   };
   const auto add = [&]<int kHalf>(int stage) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       return !kMasksKeys || (bits[n / 4] >> (n % 4 * 8 + i % 2) & 1) == 0;
     };
     // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not finite.
-    if (!are_finite) {
+    if (!have_finite_deltas) {
       add_if([&](int n, int i) { return is_visible(n, i) && weights[kBuffer][n][i] != 0.f; });
     } else if (has_bits) {
       add_if(is_visible);
@@ -236,7 +236,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       start.template operator()<0>(step);
     }
     if constexpr (kBuffers == 2) start.template operator()<1>(step);
-    load_rows(stage);
+    load_rows(stage);  // while products run
     if constexpr (!kStartsNextStep) wait_for_products<kBuffers - 1>();
     add.template operator()<0>(stage);
     if constexpr (kBuffers == 1) start.template operator()<1>(step);

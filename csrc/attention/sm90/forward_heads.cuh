@@ -486,7 +486,7 @@ __global__ void __launch_bounds__(kAttentionHopperHeadsForwardTiles[kIndex].thre
     give_registers<Memory::kTile.copier_registers>();
     const int warp = static_cast<int>(uniform(threadIdx.x / 32));
     if (warp == 0) copy_members<T>(params, maps, memory);
-    if (kHasMask && Memory::kIsWhole && warp == 1) write_masks<T>(params, memory);
+    if (Memory::kHasMaskWarp && warp == 1) write_masks<T>(params, memory);
     return;
   }
   take_registers<Memory::kTile.registers>();

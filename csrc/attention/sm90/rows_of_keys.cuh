@@ -24,7 +24,7 @@ class RowsOfKeys {
  public:
   static constexpr int kOfLane = kKeys / 32, kParts = kHasBias ? 3 : 1;
 
-  // Starts to load what store() takes. It is used a step later, so nothing is made of it here.
+  // Starts to load what store() takes. It may be used a step later, so nothing is made of it here.
   __device__ void load(const AttentionParams& params, int batch, int head, int first_key) {
     const int key = first_key + first();
     if (params.block_mask.words != nullptr) {
@@ -63,7 +63,7 @@ class RowsOfKeys {
       store_excluded(excluded(params), rows, panel_bytes);
       return false;
     } else {
-      const uint32_t mine = place(rows, panel_bytes), bits = excluded(params);
+      const uint32_t mine = address_in(rows, panel_bytes), bits = excluded(params);
       const float inverse_scale = 1.f / params.logit_scale;
       float left[kOfLane];
       bool has_large = false;
@@ -93,10 +93,10 @@ class RowsOfKeys {
       return has_large;
     }
   }
-  // Writes the row of a mask alone, of which each lane has the bits of its keys.
+  // Writes the row of a mask without a bias. `bits`: which of this lane's keys are excluded.
   __device__ static void store_excluded(uint32_t bits, uint32_t row, int panel_bytes) {
     constexpr uint32_t kExcluded = std::is_same_v<T, __half> ? 0xfc00 : 0xff80;  // -infinity
-    const uint32_t mine = place(row, panel_bytes);
+    const uint32_t mine = address_in(row, panel_bytes);
 #pragma unroll
     for (int i = 0; i < kOfLane; i += 2)
       store_word(mine + 2 * i,
@@ -116,8 +116,8 @@ class RowsOfKeys {
   // The least large bias, and what the first part has room for.
   static constexpr float kLarge = 4096.f, kMost = 32768.f;
 
-  // Of this lane's keys in a row.
-  __device__ static uint32_t place(uint32_t row, int panel_bytes) {
+  // Where this lane's keys lie in a row.
+  __device__ static uint32_t address_in(uint32_t row, int panel_bytes) {
     return row + first() / 64 * panel_bytes + first() % 64 * 2;
   }
 

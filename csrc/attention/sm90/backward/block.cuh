@@ -35,6 +35,7 @@ struct HopperBackward {
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
   static constexpr bool kMayAlternate = may_alternate(kBias, kMask);
+  static_assert(!kMayAlternate || !kHasTurns);  // the adding warps alone take turns
   using Block = BlockOfKeys<QueryTiles<kKeys, kQueries, kIsUnmasked, false, kMayAlternate>>;
 
   // All work of a warp: of the copying warpgroup in copy.cuh, add_query_gradients.cuh,

@@ -394,8 +394,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
       uint32_t* const turn = turn_of<kQueries>(params, batch, head, query, warpgroup);
       if (is_first_of_group) end_turn();
       if (threadIdx.x % 128 == 32)
-        wait_for_turn(turn, turns_before<kKeys, kQueries, kIsUnmasked, false, kMayAlternate>(
-                                params, batch, head, query, first_key));
+        wait_for_turn(turn, turns_before<kKeys, kQueries, kIsUnmasked, false>(params, batch, head,
+                                                                              query, first_key));
       taken = turn;
     }
     if (kIsStaggered && adds_itself && is_first_of_group) wait_for_reads_of_stores();

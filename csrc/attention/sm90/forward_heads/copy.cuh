@@ -1,5 +1,6 @@
 #pragma once
-// Warps of forward_heads.cuh that copy.
+// The warps of forward_heads.cuh that fill its stages: one copies, and one writes masks of whole
+// heads. Beside a ring of keys the copying warp writes the mask, too.
 
 #include "memory.cuh"
 
@@ -14,7 +15,7 @@ class MaskOfMember {
   static_assert(kBoxes * Rows::kOfLane <= 32);
 
  public:
-  // Loads that of a copy's keys.
+  // Loads the mask of the keys of a copy, from `first_key` on.
   __device__ void load(const AttentionForwardParams& params, int batch, int head, int first_key) {
     excluded_ = ~0u;
 #pragma unroll
@@ -29,8 +30,8 @@ class MaskOfMember {
     }
     sees_nothing_ &= excluded_ == ~0u;
   }
-  // Writes it to a stage, and of the member with this number whether all copies so far have no
-  // visible key.
+  // Writes what was loaded last to a stage, and whether the member with this number has no visible
+  // key so far.
   __device__ void store(const Memory& memory, int stage, int number) const {
     extern __shared__ __align__(1024) char shared_memory[];
 #pragma unroll
@@ -49,7 +50,7 @@ class MaskOfMember {
   bool sees_nothing_ = true;
 };
 
-// The copying warp. Beside a ring it also writes what a mask excludes of each copy.
+// The copying warp.
 template <class T, class Memory>
 __device__ __forceinline__ void copy_members(const AttentionForwardParams& params,
                                              const HeadsForwardMaps& maps, const Memory& memory) {
@@ -66,7 +67,7 @@ __device__ __forceinline__ void copy_members(const AttentionForwardParams& param
       const int stage = turn.stage, first_key = copy * Memory::kKeys;
       __syncwarp();  // lanes wait for the same phases
       memory.stage_is_used(stage).wait(turn.parity ^ 1);
-      if constexpr (Memory::kMasksKeys && !Memory::kIsWhole) {
+      if constexpr (Memory::kCopierWritesMask) {
         mask.load(params, batch, head, first_key);
         mask.store(memory, stage, number);
       }
@@ -86,7 +87,7 @@ __device__ __forceinline__ void copy_members(const AttentionForwardParams& param
   }
 }
 
-// Another warp writes the mask of whole heads. It loads a member's while stages before are used, so
+// The warp that writes masks of whole heads. It loads a member's before it waits for the stage, so
 // no copy waits for it.
 template <class T, class Memory>
 __device__ __forceinline__ void write_masks(const AttentionForwardParams& params,

@@ -35,7 +35,10 @@ struct HopperHeadsForwardMemory {
   static constexpr int kWarps = 4 * kTile.warpgroups, kStages = kTile.stages;
   static constexpr int kDim = kTile.head_dim, kRowBytes = 2 * kDim;
   static constexpr int kQueries = kTile.queries(), kBox = 128;
-  static constexpr bool kMasksKeys = kHasMask, kIsWhole = !kTile.halves_bias;
+  static constexpr bool kIsWhole = !kTile.halves_bias;
+  // A warp of its own writes what a mask excludes, or the copying warp does.
+  static constexpr bool kHasMaskWarp = kHasMask && kIsWhole,
+                        kCopierWritesMask = kHasMask && !kIsWhole;
   static constexpr int kKeys = kTile.stage_keys(), kCopies = kTile.keys / kKeys;
   static constexpr int kSteps = kKeys / kTile.step_keys;  // of a stage
   static_assert(kKeys % kBox == 0 && kQueries == kBox && kSteps % 2 == 0);
@@ -93,7 +96,7 @@ struct HopperHeadsForwardMemory {
   // Called by one thread before others use the barriers.
   __device__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
-      stage_is_there(stage).init(kHasMask && kIsWhole ? 2 : 1);
+      stage_is_there(stage).init(kHasMaskWarp ? 2 : 1);  // so many warps fill it
       stage_is_used(stage).init(kWarps);
     }
     publish_barriers();
