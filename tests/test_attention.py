@@ -382,8 +382,8 @@ def test_masks_over_any_number_of_tiles(
 def test_masks_of_keys(
     lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, bias: str
 ) -> None:
-    """They have kernels of their own on Hopper. With more than 512 keys, these leave out tiles
-    before and behind all visible keys."""
+    """They have kernels of their own on Hopper. In large calls of more than 512 keys, these leave
+    out tiles before and behind all visible keys."""
     queries, keys = lengths
     shape = {"batch": 3, "heads": (4, 2), "lengths": lengths, "dims": dims}
     q, k, v = tensors("cuda", dtype, **shape)

@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(kBlockMaskThreads)
 }
 
 // For a mask of keys, which all queries share. A block takes 32 tiles of keys, a word of each line
-// of queries; each warp reads a tile. A block has no more warps than the
-// row has tiles, so that more blocks run at a time.
+// of queries; each warp reads a tile. A block has no more warps than the row has tiles, so that
+// more blocks run at a time.
 __global__ void __launch_bounds__(kThreadsOfWord)
     attention_block_mask_of_keys_kernel(const __grid_constant__ AttentionParams params,
                                         int words_of_keys, int heads) {
