@@ -67,7 +67,8 @@ template <class T>
 cudaError_t launch_bias_parts(const AttentionBackwardParams& params, cudaStream_t stream) {
   if (params.bias_parts == 1) return cudaSuccess;
   return launch_flat(attention_bias_parts_kernel<T>,
-                     divide_up<int64_t>(params.bias_entries(), 128) * kThreadsOfBiasParts,
+                     divide_up<int64_t>(params.bias_entries(), entries_of_bias_part_block(params)) *
+                         kThreadsOfBiasParts,
                      kThreadsOfBiasParts, stream, params);
 }
 

@@ -250,9 +250,12 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
   }
 }
 
-// Adds up the parts of dB. A lane has four entries, and each of the block's warps adds some of the
-// parts.
-inline constexpr int kThreadsOfBiasParts = 256;
+// Adds up the parts of dB. A thread has four entries. If parts are many, the warps of a block have
+// the same entries, and each adds some of the parts.
+inline constexpr int kThreadsOfBiasParts = 256, kMostBiasPartsOfThread = 8;
+__host__ __device__ inline int entries_of_bias_part_block(const AttentionBackwardParams& params) {
+  return 4 * (params.bias_parts > kMostBiasPartsOfThread ? 32 : kThreadsOfBiasParts);
+}
 template <class T>
 __global__ void __launch_bounds__(kThreadsOfBiasParts)
     attention_bias_parts_kernel(const __grid_constant__ AttentionBackwardParams params) {
@@ -260,7 +263,11 @@ __global__ void __launch_bounds__(kThreadsOfBiasParts)
   constexpr int kWarps = kThreadsOfBiasParts / 32;
   __shared__ float4 of_warps[kWarps][32];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int64_t first = (int64_t{blockIdx.x} * 32 + lane) * 4, count = params.bias_entries();
+  const int entries = entries_of_bias_part_block(params);
+  const bool shares = entries == 4 * 32;
+  const int64_t count = params.bias_entries();
+  const int64_t first =
+      int64_t{blockIdx.x} * entries + (shares ? lane : static_cast<int>(threadIdx.x)) * 4;
   float4 sum = {};
   const auto add = [&](const float4& other) {
     sum.x += other.x;
@@ -270,14 +277,17 @@ __global__ void __launch_bounds__(kThreadsOfBiasParts)
   };
   if (first < count) {
 #pragma unroll 4
-    for (int part = warp; part < params.bias_parts; part += kWarps)
+    for (int part = shares ? warp : 0; part < params.bias_parts; part += shares ? kWarps : 1)
       add(__ldcs(reinterpret_cast<const float4*>(params.bias_part(part) + first)));
   }
-  of_warps[warp][lane] = sum;
-  __syncthreads();
-  if (warp > 0 || first >= count) return;
+  if (shares) {
+    of_warps[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0) return;
 #pragma unroll
-  for (int other = 1; other < kWarps; ++other) add(of_warps[other][lane]);
+    for (int other = 1; other < kWarps; ++other) add(of_warps[other][lane]);
+  }
+  if (first >= count) return;
   const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
   const auto store = [&]<class Out>() {
     *reinterpret_cast<Pack<Out, 4>*>(static_cast<Out*>(params.bias_gradient) + first) =
