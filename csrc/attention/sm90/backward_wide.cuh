@@ -104,7 +104,7 @@ __device__ __forceinline__ void start_wide_sum(float (&sum)[kColumns][4],
   end_products();
 }
 
-template <class T, bool kHasSoftcap, bool kIsUnmasked, int kIndex>
+template <class T, bool kHasSoftcap, bool kIsUnmasked, bool kMayAlternate, int kIndex>
 __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     attention_hopper_wide_backward_kernel(const __grid_constant__ AttentionBackwardParams params,
                                           const __grid_constant__ BackwardTensorMaps maps) {
@@ -136,7 +136,8 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
   if (params.order_of_turns == OrderOfTurns::kLastKeysFirst)
     first_key = params.order.tiles - 1 - first_key;
   first_key *= kKeys;
-  QueryTiles<kKeys, kQueries, kIsUnmasked> tiles(params, batch, key_head, first_key);
+  using Tiles = QueryTiles<kKeys, kQueries, kIsUnmasked, false, kMayAlternate>;
+  Tiles tiles(params, batch, key_head, first_key);
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_in_group = static_cast<int>(threadIdx.x) / 32 % 4;
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
     const bool is_first = threadIdx.x == 0;
     if (is_first) start_copy_of_keys(memory, maps, first_key, key_head, batch);
     // Queries, gradients of outputs and rows are copied for a tile that is kStages further.
-    QueryTiles<kKeys, kQueries, kIsUnmasked> copied = tiles;
+    Tiles copied = tiles;
     const auto copy_next = [&](int stage) {
       if (is_first) {
         const Barrier there = memory.queries_are_there(stage);
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(HopperWideBackwardMemory<kIndex>::kThreads, 1)
           __syncwarp();
           if (lane == 0) {
             if (turn != nullptr && square == 0 && side == 0) {
-              wait_for_turn(turn, turns_before<kKeys, kQueries, kIsUnmasked, false>(
+              wait_for_turn(turn, turns_before<kKeys, kQueries, kIsUnmasked, false, kMayAlternate>(
                                       params, batch, tiles.head, tiles.query, first_key));
               publish_writes_to_others();
             }

@@ -180,7 +180,7 @@ template <class T, HopperBias kBias, HopperMask kMask, int kIndex, bool kHasTurn
 constexpr auto hopper_backward_kernel() {
   if constexpr (kAttentionHopperBackwardTiles[kIndex].is_wide()) {
     return attention_hopper_wide_backward_kernel<T, kBias == HopperBias::kSoftcap,
-                                                 kMask == HopperMask::kNone, kIndex>;
+                                                 kMask == HopperMask::kNone, kHasTurns, kIndex>;
   } else {
     return attention_hopper_backward_kernel<T, kBias, kMask, kHasTurns, kIndex>;
   }
@@ -322,9 +322,15 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
         };
         const HopperMask mask = hopper_mask(params);
         const auto launch_with_mask = [&]<HopperMask kMask>() {
-          // Others take turns wherever params.turns is given.
-          constexpr bool kHasInstanceForTurns = is_bias(kBias) || kMask == HopperMask::kAny;
-          if constexpr (kHasInstanceForTurns && kBias != HopperBias::kRows) {
+          // Others take turns wherever params.turns is given. Those above a head dimension of 128
+          // have instances for OrderOfTurns::kFirstKeysFirst, which would cost the others time.
+          constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
+          constexpr bool kHasInstanceForTurns =
+              !kIsWide && (is_bias(kBias) || kMask == HopperMask::kAny);
+          if constexpr (kIsWide && kMask == HopperMask::kNone) {
+            if (params.order_of_turns == OrderOfTurns::kFirstKeysFirst)
+              return launch_kernel.template operator()<kMask, true>();
+          } else if constexpr (kHasInstanceForTurns && kBias != HopperBias::kRows) {
             if (params.turns != nullptr) return launch_kernel.template operator()<kMask, true>();
           }
           return launch_kernel.template operator()<kMask, false>();

@@ -125,8 +125,8 @@ inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
       !params.softcap.is_given() && (params.turns == nullptr || !is_bias(hopper_bias(params)));
   return mask == HopperMask::kKeys && !(is_of_keys && has_kernel) ? HopperMask::kAny : mask;
 }
-// Whether kernels up to a head dimension of 128 have OrderOfTurns::kFirstKeysFirst. A gradient of a
-// bias of keys is summed head by head.
+// Whether kernels have OrderOfTurns::kFirstKeysFirst. A gradient of a bias of keys is summed head
+// by head.
 constexpr bool may_alternate(HopperBias bias, HopperMask mask) {
   return (bias == HopperBias::kNone || bias == HopperBias::kSoftcap) && mask != HopperMask::kAny;
 }
@@ -139,7 +139,9 @@ inline OrderOfTurns hopper_order_of_turns(const AttentionBackwardParams& params,
       params.batches * params.key_heads * divide_up<int64_t>(params.keys, tile.keys());
   const bool is_faster = params.window_right >= 0 && params.heads_per_key_head.divisor > 1 &&
                          blocks > device.multiprocessors;
-  return is_faster && !tile.is_wide() && may_alternate(hopper_bias(params), hopper_mask(params))
+  // Kernels above a head dimension of 128 know masks of pairs alone.
+  const bool has_kernel = !tile.is_wide() || hopper_mask(params) == HopperMask::kNone;
+  return is_faster && has_kernel && may_alternate(hopper_bias(params), hopper_mask(params))
              ? OrderOfTurns::kFirstKeysFirst
              : OrderOfTurns::kLastKeysFirst;
 }
