@@ -1,9 +1,13 @@
-"""From `pip install` of a wheel to the first fused results; writes results/install.csv.
-
-The environment is new but for the packages of this Python, and its PATH has no compiler. MB are
-1,000,000 bytes of the wheel.
+"""How long the first fused results take: of a wheel with kernels, or where they are compiled.
 
 python benchmarks/bench_install.py dist/megasoftmax-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl
+python benchmarks/bench_install.py
+
+The first goes from `pip install` on and writes results/install.csv. The environment is new but for
+the packages of this Python, and its PATH has no compiler. MB are 1,000,000 bytes of the wheel.
+
+The second takes this checkout, and writes results/first_use.csv: a new process for each function,
+whose cache is empty, so that its first call compiles. `cores` are those that compile.
 """
 
 import os
@@ -11,14 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import measure
+import measured
 import torch
 import typer
 
-FIRST_CALLS = """
+from megasoftmax.build import extension
+
+START = """
 import time
 start = time.perf_counter()
 def lap(step):
@@ -35,26 +43,60 @@ query, key, value = torch.randn(3, 2, 8, 512, 64, device="cuda", dtype=torch.bfl
 bias = torch.zeros(8, 512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 torch.cuda.synchronize()
 lap("start of CUDA")
-megasoftmax.softmax(scores, causal=True, fused=True)
-torch.cuda.synchronize()
-lap("first softmax")
-megasoftmax.attention(query, key, value, bias=bias, fused=True).sum().backward()
-torch.cuda.synchronize()
-lap("first attention, forward and backward")
 """
+# A first call of a function -> what runs.
+CALLS = {
+    "first softmax": "megasoftmax.softmax(scores, causal=True, fused=True)",
+    "first softmax_topk": "megasoftmax.softmax_topk(scores, 8, fused=True)",
+    "first attention, forward and backward": (
+        "megasoftmax.attention(query, key, value, bias=bias, fused=True).sum().backward()"
+    ),
+}
+OF_WHEELS = ("first softmax", "first attention, forward and backward")
 
 
 def main(
-    wheel: Path, out: Path = measure.RESULTS / "install.csv", commit: measure.Commit = ""
+    wheel: Annotated[Path | None, typer.Argument()] = None,
+    out: Path | None = None,
+    commit: measure.Commit = "",
 ) -> None:
-    megabytes = f"{wheel.stat().st_size / 1e6:.1f}"
+    out = out or measure.RESULTS / ("first_use.csv" if wheel is None else "install.csv")
     with (
         measure.results(out, measure.provenance(commit)) as write,
         tempfile.TemporaryDirectory() as folder,
     ):
-        for step, seconds in steps(wheel.resolve(), Path(folder)):
-            write({"mb": megabytes, "step": step, "seconds": f"{seconds:.2f}"})
+        if wheel is None:
+            of_all, found = {"cores": str(extension.jobs())}, first_uses(Path(folder))
+        else:
+            megabytes = f"{wheel.stat().st_size / 1e6:.1f}"
+            of_all, found = {"mb": megabytes}, steps(wheel.resolve(), Path(folder))
+        for step, seconds in found:
+            write(of_all | {"step": step, "seconds": f"{seconds:.2f}"})
             print(f"{seconds:8.2f} s  {step}", flush=True)
+
+
+def first_uses(folder: Path) -> Iterator[tuple[str, float]]:
+    """The first call of each function where nothing was compiled before, and its seconds."""
+    for step in CALLS:
+        cache = tempfile.mkdtemp(dir=folder)
+        environment = os.environ | {"TORCH_EXTENSIONS_DIR": cache, "PYTHONPATH": str(measured.ROOT)}
+        yield [*laps(sys.executable, [step], folder, environment)][-1]
+
+
+def laps(
+    python: Path | str, calls: Iterable[str], folder: Path, environment: dict[str, str]
+) -> Iterator[tuple[str, float]]:
+    """The steps of a new process that makes these calls, and their seconds."""
+    script = START
+    for call in calls:
+        script += f"{CALLS[call]}\ntorch.cuda.synchronize()\nlap({call!r})\n"
+    command = [python, "-c", script]
+    found = subprocess.run(
+        command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=True
+    )
+    for line in found.stdout.splitlines():
+        step, _, seconds = line.partition("\t")
+        yield step, float(seconds)
 
 
 def steps(wheel: Path, folder: Path) -> Iterator[tuple[str, float]]:
@@ -71,17 +113,7 @@ def steps(wheel: Path, folder: Path) -> Iterator[tuple[str, float]]:
     install += ["--force-reinstall", wheel]  # though this environment has the same version
     subprocess.run(install, env=environment, check=True)
     yield "pip install", time.perf_counter() - began
-    found = subprocess.run(
-        [python, "-c", FIRST_CALLS],
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    for line in found.stdout.splitlines():
-        step, _, seconds = line.partition("\t")
-        yield step, float(seconds)
+    yield from laps(python, OF_WHEELS, folder, environment)
     yield "all", time.perf_counter() - began
 
 

@@ -102,6 +102,13 @@ def build(
         Path,
         typer.Option(help="With --package or --out: folder of object files, kept for later builds"),
     ] = Path("build/objects"),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Kernels of one function and type, such as attention_bfloat16; repeatable. "
+            "A first call of it then compiles nothing. Default: all."
+        ),
+    ] = None,
 ) -> None:
     """Compile the CUDA part: needs nvcc and any build of torch, but no GPU.
 
@@ -114,6 +121,12 @@ def build(
     if package and out is not None:
         raise typer.BadParameter("expected one of --package and --out, got both")
     folder = extension.PACKAGE if package else out
+    if only and folder is not None:
+        raise typer.BadParameter("--only: expected neither --package nor --out beside it")
+    for name in only or ():
+        if name not in extension.names_of_kernels():
+            known = ", ".join(extension.names_of_kernels())
+            raise typer.BadParameter(f"--only: expected one of {known}, got {name}")
     try:
         nvcc = extension.check_tools()
         requested = " ".join(arch or ()) or os.environ.get("TORCH_CUDA_ARCH_LIST")
@@ -126,7 +139,11 @@ def build(
         names = extension.architectures(nvcc.version, requested)
         typer.echo(f"Compiling for {' '.join(names)} with {nvcc.path}")
         sys.stdout.flush()
-        if folder is None:
+        if only:
+            for kernels in (extension.OPERATORS, *only):
+                path = library.build_part(kernels, nvcc, names)
+            _build_host()
+        elif folder is None:
             path = library.build_into_cache(nvcc, names)
             _build_host()
         else:
@@ -169,19 +186,19 @@ def export(
 
     kernels.get_local_kernel(Path(FOLDER)) loads it.
     """
-    compiled = library.status()
     nvcc = extension.find_nvcc()
     if cuda is None and nvcc is not None:
         cuda = nvcc.version[0]
     try:
-        archs = arch or (library.architectures_of(compiled.path) if compiled.path else ())
-        for variant in export_kernels(folder, compiled.path, cuda, archs, force=force):
+        compiled = library.find_whole()
+        archs = arch or (library.architectures_of(compiled) if compiled else ())
+        for variant in export_kernels(folder, compiled, cuda, archs, force=force):
             typer.echo(f"Wrote {variant}")
-    except (OSError, ValueError) as error:
+    except (extension.BuildError, OSError, ValueError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
-    if compiled.path is None:
-        typer.echo(f"No compiled part: {compiled.reason}")
+    if compiled is None:
+        typer.echo("No compiled part: none is here with all kernels (megasoftmax build makes it)")
 
 
 @app.command("explain")

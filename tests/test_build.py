@@ -1,11 +1,13 @@
 """What gets built, found and loaded, and that no kernel spills."""
 
+import ctypes
 import functools
 import io
 import itertools
 import os
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -47,7 +49,11 @@ OTHER_TYPES = re.compile(r"\w+_(float16|float32|tf32)")
 # bfloat16 has. It parses all kernels of a file, and makes code of an empty one alone, which the
 # script adds. Only the run without the option checks the shared memory that they declare.
 # The others end when the compiler's front-end has instantiated their templates.
-READ_BY_PTXAS = re.compile(r"attention_((hopper_)?backward_float16|forward_float32)")
+READ_BY_PTXAS = re.compile(
+    r"attention_((hopper|portable)_(\w+_)?backward_float16|portable_forward_float32)"
+)
+# They have launchers of all kernels of a type, and no kernel.
+OF_LAUNCHERS = re.compile(r"(softmax|topk)_(b?float16|float32)")
 EMPTY_KERNEL = """\
 template <int>
 __global__ void empty() {}
@@ -203,7 +209,7 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
             other = source.with_name(source.name.replace("_float16", "_bfloat16"))
             kernels = _kernels(source, objects)
             assert kernels == _kernels(other, objects)
-            assert kernels
+            assert kernels or OF_LAUNCHERS.fullmatch(source.stem)
         # Plans count on it: see tests/test_gpus.py.
         zeros = ZERO_BYTES if source.name.startswith("softmax_") else 0
         assert _declared(logs[source], zeros) <= _allowed(source, "Declared"), source
@@ -222,7 +228,8 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
         assert not _without_registers(logs[source])
         # Functions that are not inlined are reported too.
         assert count >= logs[source].count("Compiling entry function")
-        assert count > 0 or source.parent.name != "instances"
+        is_of_kernels = source.parent.name == "instances"
+        assert count > 0 or not is_of_kernels or OF_LAUNCHERS.fullmatch(source.stem)
         found += spilled
     if found:
         text = "\n".join(found)
@@ -436,13 +443,15 @@ def small_sources(nothing_loaded, monkeypatch, tmp_path):
         '#define EXPORTED __attribute__((visibility("default")))\n'
         "EXPORTED void (*used)(int*) = launch;\n"
         'extern "C" EXPORTED void megasoftmax_register(char*) {}\n'
+        'extern "C" EXPORTED void megasoftmax_find_kernels_by(void*) {}\n'
     )
     for name in ("c10_cuda", "torch_cuda"):  # which a CPU build of torch lacks
         command = ["c++", "-shared", "-o", stubs / f"lib{name}.so", "-x", "c", "/dev/null"]
         subprocess.run(command, check=True)
     monkeypatch.setenv("LIBRARY_PATH", str(stubs))
     monkeypatch.setattr(extension, "CSRC", csrc)
-    monkeypatch.setattr(extension, "sources", lambda: [csrc / "kernel.cu", csrc / "register.cpp"])
+    sources = [csrc / "kernel.cu", csrc / "register.cpp"]
+    monkeypatch.setattr(extension, "sources", lambda kernels=None: sources)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -454,13 +463,13 @@ def test_library_is_built_once_on_first_use(small_sources, monkeypatch, capfd):
     status = library.load()
     assert status.available, status.reason
     printed = capfd.readouterr()
-    assert "megasoftmax: compiling, once: 0 of 2 files, about " in printed.err
+    assert "megasoftmax: compiling operators, once: 0 of 2 files, about " in printed.err
     assert not printed.out
     names = {file.name for file in status.path.parent.iterdir()}
     assert names == {"lock", "log", "seal", status.path.name}
     assert not re.search("cuda|python|RUNPATH|RPATH", _output("readelf", "-d", status.path))
     assert stat.S_IMODE(status.path.parent.stat().st_mode) == 0o700
-    assert library._build_for_these_gpus() == status.path
+    assert library._find_or_build(extension.OPERATORS) == status.path
     assert not capfd.readouterr().err
     monkeypatch.setattr(library, "_loaded", None)
     monkeypatch.setattr(extension, "find_nvcc", lambda: None)
@@ -479,11 +488,11 @@ def test_first_use_of_two_at_once_and_after_a_header_changed(small_sources, monk
 
     monkeypatch.setattr(library, "_compile", counted)
     with ThreadPoolExecutor() as threads:
-        first, same = threads.map(lambda _: library._build_for_these_gpus(), range(2))
+        first, same = threads.map(library._find_or_build, ["softmax_float16"] * 2)
     assert same == first
     assert len(compiled) == 1
     (small_sources / "value.h").write_text("#define VALUE 2\n")
-    second = library._build_for_these_gpus()
+    second = library._find_or_build("softmax_float16")
     assert len(compiled) == 2
     assert first.exists()
     assert second.exists()
@@ -498,8 +507,8 @@ def test_command_builds_into_the_cache_for_this_gpu(small_sources, monkeypatch, 
     first, second = (CliRunner().invoke(__main__.app, ["build"]) for _ in range(2))
     assert (first.exit_code, second.exit_code) == (0, 0), first.output
     assert "Compiling for 9.0a with " in first.output
-    assert "compiling, once: 0 of 2 files, about " in first.output
-    assert "compiling, once" not in second.output
+    assert "compiling all kernels, once: 0 of 2 files, about " in first.output
+    assert ", once" not in second.output
     assert "kernel.cu" not in capfd.readouterr().out
     built = Path(re.search(r"Built (\S+)", second.output)[1])
     assert library.status() == Status(True, built)
@@ -570,7 +579,7 @@ def test_command_prints_few_lines_and_keeps_the_log(scripted, monkeypatch, tmp_p
     printed = capfd.readouterr()
     lines = (result.output + printed.out + printed.err).splitlines()
     assert len(lines) <= 3 + extension.PROGRESS_LINES
-    assert "megasoftmax: compiling, once: 0 of 31 files, about " in result.output
+    assert "megasoftmax: compiling all kernels, once: 0 of 31 files, about " in result.output
     log = (tmp_path / "build/objects/log").read_text()
     assert log.count("ptxas info") == 32_000  # of 31 files and the linker
 
@@ -627,21 +636,131 @@ def test_progress_is_a_bar_or_few_lines(monkeypatch, tmp_path, is_terminal):
     event = SimpleNamespace(wait=wait, set=int)
     own = SimpleNamespace(Event=lambda: event, Thread=threading.Thread)
     monkeypatch.setattr(extension, "threading", own)
-    with extension.progress(tmp_path, sources):
+    with extension.progress(tmp_path, sources, "files"):
         done.wait(10)
     text = told.getvalue()
     if is_terminal:
         lines = text.split("\r")[1:]
         assert len(lines) == 51
         assert lines[25].startswith(
-            "[##########          ] megasoftmax: compiling, once: 25 of 50 files, about 2 min left"
+            "[##########          ] megasoftmax: compiling files, once: 25 of 50 files, about 2 min"
         )
         assert text.count("\n") == 1
     else:
         lines = text.splitlines()
         assert len(lines) == extension.PROGRESS_LINES + 1
-        assert lines[5] == "megasoftmax: compiling, once: 25 of 50 files, about 2 min left"
+        assert lines[5] == "megasoftmax: compiling files, once: 25 of 50 files, about 2 min left"
     assert "50 of 50 files, linking" in lines[-1]
+
+
+# Libraries of kernels
+
+LAUNCHERS = """
+#include "common/kernels.h"
+
+namespace megasoftmax {{
+template <>
+inline constexpr const char* kTypeName<float> = "float32";
+struct Launchers {{
+  static constexpr const char* kFamily = "softmax";
+  int (*answer)();
+}};
+{}
+}}  // namespace megasoftmax
+"""
+OF_KERNELS = """
+int answer() { return 42; }
+constexpr Launchers kLaunchers = {answer};
+const HasKernelsOf<Launchers, float> has_kernels(kLaunchers);
+"""
+OF_OPERATORS = """
+extern "C" __attribute__((visibility("default"))) int ask(char* text) {
+  text[0] = 0;
+  try {
+    return launchers<Launchers, float>().answer();
+  } catch (const std::exception& error) {
+    text[std::string(error.what()).copy(text, 999)] = 0;
+    return -1;
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def small_libraries(tmp_path_factory):
+    """One that has an operator, one that has its kernels, and one that has both."""
+    folder = tmp_path_factory.mktemp("libraries")
+    parts = {"operators": OF_OPERATORS, "kernels": OF_KERNELS, "both": OF_KERNELS + OF_OPERATORS}
+    for name, text in parts.items():
+        (folder / f"{name}.cpp").write_text(LAUNCHERS.format(text))
+        sources = [folder / f"{name}.cpp", CSRC / "common" / "kernels.cpp"]
+        flags = ["-std=c++20", "-fvisibility=hidden", "-fPIC", "-shared", f"-I{CSRC}"]
+        _output("c++", *flags, "-o", folder / f"{name}.so", *sources, "-ldl")
+    return folder
+
+
+@pytest.fixture
+def ask(small_libraries, tmp_path):
+    """Loads a copy of one of them, which has its own state; returns its operator."""
+
+    def load(name):
+        copy = shutil.copy(small_libraries / f"{name}.so", tmp_path)
+        operators = ctypes.CDLL(copy)
+        text = ctypes.create_string_buffer(1000)
+
+        def call(find=None):
+            if find is not None:
+                operators.megasoftmax_find_kernels_by(find)
+            return operators.ask(text), text.value.decode()
+
+        return call
+
+    return load
+
+
+def test_kernels_are_built_when_a_call_first_needs_them(ask, small_libraries, monkeypatch):
+    built = []
+
+    def build(kernels):
+        built.append(kernels)
+        if len(built) == 1:
+            raise BuildError("no compiler")
+        return small_libraries / ("operators.so" if len(built) == 2 else "kernels.so")
+
+    monkeypatch.setattr(library, "_find_or_build", build)
+    call = ask("operators")
+    assert call() == (-1, "kernels of softmax_float32: they are not in this library")
+    assert call(library._find_kernels) == (-1, "kernels of softmax_float32: no compiler")
+    assert call() == (-1, "kernels of softmax_float32: they are not in their library")
+    assert [call()[0] for _ in range(2)] == [42, 42]
+    assert built == ["softmax_float32"] * 3
+
+
+def test_kernels_of_the_same_library_are_not_looked_for(ask):
+    assert ask("both")()[0] == 42
+
+
+def test_library_of_kernels_that_cannot_be_loaded_is_an_error(ask, monkeypatch, tmp_path):
+    missing = tmp_path / "no such.so"
+    monkeypatch.setattr(library, "_find_or_build", lambda kernels: missing)
+    code, text = ask("operators")(library._find_kernels)
+    assert code == -1
+    assert re.match(rf"kernels of softmax_float32: {missing}: cannot open", text)
+
+
+def test_each_file_of_instances_is_of_kernels_that_are_registered_once():
+    pattern = re.compile(r"HasKernelsOf<(\w+)Launchers, (\w+)>")
+    types = {"__half": "float16", "__nv_bfloat16": "bfloat16", "float": "float32", "Tf32": "tf32"}
+    files = [path for path in extension.sources() if path.parent.name == "instances"]
+    registered = []
+    for path in files:
+        for family, name in pattern.findall(path.read_text()):
+            registered.append(f"{family.lower()}_{types[name]}")
+            assert extension.sources(registered[-1]).count(path) == 1
+    assert sorted(registered) == extension.names_of_kernels()
+    split = [path for name in registered for path in extension.sources(name)]
+    assert set(files) < set(split)
+    assert set(extension.sources(extension.OPERATORS)) == {*extension.sources()} - {*files}
 
 
 # The cache

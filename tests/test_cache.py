@@ -1,8 +1,10 @@
 """A cache of builds that fails says so and mends itself: each test plants a fault."""
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -14,8 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import megasoftmax
+from megasoftmax import __main__
 from megasoftmax.build import cache, extension, library
 from megasoftmax.build.extension import BuildError, Nvcc
 from megasoftmax.build.library import Status
@@ -189,7 +193,7 @@ def test_host_is_compiled_beside_the_kernels(builds, monkeypatch, is_built, valu
 
     def start(command, **options):
         started.append(command[-1])
-        return SimpleNamespace(wait=lambda: started.append("waited"))
+        return SimpleNamespace(wait=lambda: started.append("waited"), terminate=lambda: None)
 
     own = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(library, "subprocess", own)
@@ -199,6 +203,37 @@ def test_host_is_compiled_beside_the_kernels(builds, monkeypatch, is_built, valu
     build_library()  # is there: nothing is compiled
     call = "from megasoftmax.build import library; library.host()"
     assert started == [call, "waited"] * starts
+
+
+def test_some_kernels_are_built_ahead_and_found_without_a_compiler(builds, monkeypatch):
+    monkeypatch.setattr(extension, "check_tools", lambda: NVCC)
+    monkeypatch.setattr(extension, "toolchain", lambda nvcc: contextlib.nullcontext())
+    monkeypatch.setattr(library, "_compile_host", lambda folder: extension.build(folder))
+    only = ["--only", "softmax_float16", "--only", "topk_float32"]
+    found = CliRunner().invoke(__main__.app, ["build", *only, "--arch", "8.0"])
+    assert found.exit_code == 0, found.output
+    for name in ("operators", "softmax_float16", "topk_float32", "the C++ part of calls"):
+        assert f"compiling {name}, once" in found.output or name.startswith("the")
+    count = len(builds)
+    monkeypatch.setattr(extension, "check_tools", None)
+    assert library.status().path.parent.name.startswith("megasoftmax-operators-")
+    kernels = library._find_or_build("softmax_float16")
+    assert kernels.parent.name.startswith("megasoftmax-softmax_float16-")
+    assert library.find_whole() is None
+    assert len(builds) == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "attention"], r"expected one of attention_bfloat16, .*got attention"),
+        (["--only", "topk_float16", "--out", "folder"], "expected neither --package nor --out"),
+    ],
+)
+def test_kernels_that_cannot_be_built_alone_are_refused(arguments, message):
+    found = CliRunner().invoke(__main__.app, ["build", *arguments], env={"COLUMNS": "400"})
+    assert found.exit_code == 2
+    assert re.search(message, found.output, re.DOTALL), found.output
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-// Plans launches on the current device, and selects the instance by element type.
+// Plans launches on the current device, and finds its kernels by element type.
 
 #include <atomic>
 
@@ -23,12 +23,11 @@ std::atomic<bool> are_portable_alone{false};
 // has_code(backend) of a launch, for backends.h.
 template <class Params>
 auto code_for(const Params& params) {
-  return [&params]<class Backend>(Backend backend) {
+  return [&params](Sm90) {
     bool is_there = false;
     if (are_portable_alone) return is_there;
     with_type(params, [&](auto of_type) {
-      using T = decltype(of_type);
-      if constexpr (Backend::template has_type<T>()) is_there = has_code<T>(backend);
+      is_there = launchers<AttentionLaunchers, decltype(of_type)>().has_code_for_sm90();
       return cudaSuccess;
     });
     return is_there;
@@ -65,12 +64,7 @@ cudaError_t attention_forward(const ForwardLaunch& launch, cudaStream_t stream) 
   if (launch.params.rows() == 0) return cudaSuccess;
   if (!is_valid(launch.params)) return cudaErrorInvalidValue;
   return with_type(launch.params, [&](auto of_type) {
-    using T = decltype(of_type);
-    if constexpr (Sm90::has_type<T>()) {
-      if (launch.plan.kernel == ForwardKernel::kHeads)
-        return launch_heads<T>(Sm90{}, launch, stream);
-    }
-    return attention_forward_instance<T>(launch, stream);
+    return launchers<AttentionLaunchers, decltype(of_type)>().forward(launch, stream);
   });
 }
 
@@ -78,7 +72,7 @@ cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream
   if (launch.params.batches == 0 || launch.params.heads == 0) return cudaSuccess;
   if (!is_valid(launch.params) || is_wide(launch.params)) return cudaErrorInvalidValue;
   return with_type(launch.params, [&](auto of_type) {
-    return attention_backward_instance<decltype(of_type)>(launch, stream);
+    return launchers<AttentionLaunchers, decltype(of_type)>().backward(launch, stream);
   });
 }
 

@@ -7,7 +7,7 @@
 #include "launches.cuh"
 #include "parts.cuh"
 #include "sm80/bias_gradient_in_order.cuh"
-#include "sm80/dispatch.cuh"
+#include "sm80/query_gradient.cuh"
 
 namespace megasoftmax {
 
@@ -70,34 +70,6 @@ cudaError_t launch_bias_parts(const AttentionBackwardParams& params, cudaStream_
                      divide_up<int64_t>(params.bias_entries(), entries_of_bias_part_block(params)) *
                          kThreadsOfBiasParts,
                      kThreadsOfBiasParts, stream, params);
-}
-
-// The gradient of a bias in order, or its parts. What rows need is there.
-template <class T>
-cudaError_t launch_bias_gradient(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
-  AttentionBackwardParams params = launch.params;
-  const BiasGradientPlan& plan = launch.plan.in_order;
-  return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
-    return with_regime(kAttentionBiasGradientTiles, plan.tile, [&]<int kIndex>() -> cudaError_t {
-      if constexpr (kBias == BiasKind::kNone ||
-                    kAttentionBiasGradientTiles[kIndex].element_bytes != sizeof(T)) {
-        return cudaErrorInvalidValue;
-      } else {
-        using Memory = BiasGradientMemory<T, kBias, kIndex>;
-        params.stages = plan.stages;
-        const int64_t blocks = params.bias_parts * params.bias_batches() * params.bias_heads() *
-                               divide_up(params.queries, Memory::kQueries) *
-                               divide_up(params.keys, Memory::kKeys);
-        if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-        return megasoftmax::launch(
-            params.dropout.seed != nullptr
-                ? attention_bias_gradient_kernel<T, kBias, true, kIndex>
-                : attention_bias_gradient_kernel<T, kBias, !may_be_unmasked(kBias), kIndex>,
-            dim3(static_cast<unsigned>(blocks)), dim3(Memory::kThreads),
-            Memory::kLayout.bytes(plan.stages), Together::kNot, 1, stream, params);
-      }
-    });
-  });
 }
 
 // With as many lanes for a row as it has vectors.

@@ -11,4 +11,8 @@ enum class DType : int32_t { kFloat16, kBFloat16, kFloat32 };
 
 __host__ __device__ constexpr int size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
+// As names of kernels have it; vector.cuh has those of all types.
+template <class T>
+inline constexpr const char* kTypeName = nullptr;
+
 }  // namespace megasoftmax

@@ -21,6 +21,15 @@ struct Tf32 {
   float value;
 };
 
+template <>
+inline constexpr const char* kTypeName<float> = "float32";
+template <>
+inline constexpr const char* kTypeName<Tf32> = "tf32";
+template <>
+inline constexpr const char* kTypeName<__half> = "float16";
+template <>
+inline constexpr const char* kTypeName<__nv_bfloat16> = "bfloat16";
+
 template <class T>
 inline constexpr int kPackElements = 16 / sizeof(T);
 

@@ -1,4 +1,4 @@
-// Plans a launch for the device at hand, and selects the instance by element type.
+// Plans a launch for the device at hand, and finds its kernels by element type.
 
 #include <array>
 
@@ -35,15 +35,7 @@ cudaError_t softmax_forward(const SoftmaxForwardLaunch& launch, cudaStream_t str
   if (params.shape.rows() == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   return with_dtype(params.scores.type, [&](auto tag) {
-    using T = decltype(tag);
-    const bool is_biased = params.takes_bias_instance(), is_masked = params.mask.data != nullptr;
-    const auto instance = params.are_capped_alone()   ? softmax_capped_forward_instance<T>
-                          : params.dropout.is_given() ? softmax_dropout_forward_instance<T>
-                          : is_biased && is_masked    ? softmax_masked_biased_forward_instance<T>
-                          : is_biased                 ? softmax_biased_forward_instance<T>
-                          : is_masked                 ? softmax_masked_forward_instance<T>
-                                                      : softmax_forward_instance<T>;
-    return instance(params, launch.plan, stream);
+    return launchers<SoftmaxLaunchers, decltype(tag)>().forward(launch, stream);
   });
 }
 
@@ -52,13 +44,7 @@ cudaError_t softmax_backward(const SoftmaxBackwardLaunch& launch, cudaStream_t s
   if (launch.plan.owners.rows() == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
   return with_dtype(params.probabilities.type, [&](auto tag) {
-    using T = decltype(tag);
-    const auto instance = !params.has_scores()        ? softmax_backward_instance<T>
-                          : params.are_capped_alone() ? softmax_capped_backward_instance<T>
-                          : params.takes_bias_instance()
-                              ? softmax_biased_dropout_backward_instance<T>
-                              : softmax_dropout_backward_instance<T>;
-    return instance(params, launch.plan, stream);
+    return launchers<SoftmaxLaunchers, decltype(tag)>().backward(launch, stream);
   });
 }
 

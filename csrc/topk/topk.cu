@@ -1,4 +1,4 @@
-// Plans a launch for the device at hand, and selects the instance by element type.
+// Plans a launch for the device at hand, and finds its kernels by element type.
 
 #include "../common/device.h"
 #include "instances/instances.h"
@@ -41,10 +41,7 @@ cudaError_t topk_forward(const TopkForwardLaunch& launch, cudaStream_t stream) {
   if (!is_valid(params) || params.k > params.shape.columns) return cudaErrorInvalidValue;
   if (params.are_of_router() && !is_valid_router(params)) return cudaErrorInvalidValue;
   return with_dtype(params.scores.type, [&](auto tag) {
-    using T = decltype(tag);
-    const bool is_capped = params.are_capped_alone() && launch.plan.has_unit_stride;
-    const auto instance = is_capped ? topk_capped_forward_instance<T> : topk_forward_instance<T>;
-    return instance(params, launch.plan, stream);
+    return launchers<TopkLaunchers, decltype(tag)>().forward(launch, stream);
   });
 }
 
@@ -53,7 +50,7 @@ cudaError_t topk_backward(const TopkBackwardLaunch& launch, cudaStream_t stream)
   if (params.shape.rows() == 0 || params.shape.columns == 0) return cudaSuccess;
   if (!is_valid(params)) return cudaErrorInvalidValue;
   return with_dtype(params.scores.type, [&](auto tag) {
-    return topk_backward_instance<decltype(tag)>(params, launch.plan, stream);
+    return launchers<TopkLaunchers, decltype(tag)>().backward(launch, stream);
   });
 }
 

@@ -202,12 +202,19 @@ MOST_FAILURE_LINES = 40  # of an error; the log has all
 # Seconds to compile files of kernels on one core of a server, for one architecture, by their names
 # without the element type.
 _SECONDS = {
-    "attention_backward": 85,
-    "attention_forward": 25,
-    "attention_hopper_backward": 100,
+    "attention": 6,
+    "attention_bias_gradient": 20,
+    "attention_hopper_backward": 35,
+    "attention_hopper_biased_backward": 40,
+    "attention_hopper_biased_forward": 30,
     "attention_hopper_bias_gradient": 6,
-    "attention_hopper_forward": 75,
-    "attention_hopper_heads_forward": 25,
+    "attention_hopper_forward": 30,
+    "attention_hopper_heads": 25,
+    "attention_hopper_table_backward": 35,
+    "attention_hopper_table_forward": 30,
+    "attention_portable_backward": 35,
+    "attention_portable_biased_backward": 40,
+    "attention_portable_forward": 25,
     "columns": 9,
     "softmax_backward": 30,
     "softmax_biased_dropout_backward": 35,
@@ -219,17 +226,44 @@ _SECONDS = {
     "softmax_forward": 25,
     "softmax_masked_biased_forward": 35,
     "softmax_masked_forward": 15,
+    "softmax": 4,
+    "topk": 4,
     "topk_backward": 20,
     "topk_capped_forward": 15,
     "topk_forward": 25,
 }
 
 
-def sources() -> list[Path]:
-    """The files to compile, the slowest first, so that no slow one is left for the end."""
+# The compiled part without kernels of one element type, which are libraries of their own.
+OPERATORS = "operators"
+# What such a library has beside its kernels.
+_COMMON = ("common/device.cu", "common/kernels.cpp")
+
+
+def sources(kernels: str | None = None) -> list[Path]:
+    """The files to compile, the slowest first, so that no slow one is left for the end.
+
+    Args:
+        kernels: OPERATORS, or one of `names_of_kernels`; None: all files.
+    """
     files = [*CSRC.rglob("*.cu"), *CSRC.rglob("*.cpp")]
-    files = sorted(path for path in files if path.parent != CSRC / "host")
-    return sorted(files, key=seconds_to_compile, reverse=True)
+    files = [path for path in files if path.parent != CSRC / "host"]
+    if kernels is not None:
+        files = [path for path in files if _kernels_of(path) == kernels]
+        if kernels != OPERATORS:
+            files += [CSRC / name for name in _COMMON]
+    return sorted(sorted(files), key=seconds_to_compile, reverse=True)
+
+
+def names_of_kernels() -> list[str]:
+    """Names such as softmax_float16, as csrc/common/kernels.h has them."""
+    return sorted({_kernels_of(path) for path in sources()} - {OPERATORS})
+
+
+def _kernels_of(source: Path) -> str:
+    if source.parent.name != "instances":
+        return OPERATORS
+    return f"{source.parents[1].name}_{source.stem.rpartition('_')[2]}"
 
 
 def seconds_to_compile(source: Path) -> float:
@@ -449,7 +483,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
+def progress(folder: Path, sources: Sequence[Path], what: str = "all kernels") -> Iterator[None]:
     """Tells on stderr how far a build is, until the block ends: a bar, or lines without a terminal.
 
     ninja itself could only write to stdout.
@@ -457,6 +491,7 @@ def progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
     Args:
         folder: gets the object files, each with the name of its source.
         sources: the files to compile.
+        what: what they are.
     """
     ended, start = threading.Event(), time.time()
     running = min(jobs(), len(sources))
@@ -473,7 +508,7 @@ def progress(folder: Path, sources: Sequence[Path]) -> Iterator[None]:
         return seconds_left(time.time() - start, compiled, rest, running)
 
     def tell(done: int, left: float) -> None:
-        text = f"megasoftmax: compiling, once: {done} of {len(sources)} files, "
+        text = f"megasoftmax: compiling {what}, once: {done} of {len(sources)} files, "
         text += f"about {duration(left)} left" if done < len(sources) else "linking"
         if is_terminal:
             bar = "#" * (20 * done // len(sources))

@@ -52,7 +52,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def load() -> Status:
     """Loads the compiled part, building it first where that is possible; at most once per process.
 
-    The first CUDA tensor calls it. Warns when nothing can be loaded.
+    The first CUDA tensor calls it. Warns when nothing can be loaded. What is built has no kernels:
+    those of a family and element type are built when a call first needs them.
     """
     global _loaded
     if _loaded is None:
@@ -209,7 +210,7 @@ def _compile_host(folder: Path) -> Path:
         named = {extension.CSRC: "csrc", Path(torch.__file__).parent: "torch"}
         names = [f"-fmacro-prefix-map={path}={name}" for path, name in named.items()]
         flags = [*extension.HOST_FLAGS, *names]
-        with extension.progress(folder, units):
+        with extension.progress(folder, units, "the C++ part of calls"):
             return _compile(
                 "megasoftmax_host", units, folder, extra_cflags=flags, extra_ldflags=["-s"]
             )
@@ -261,10 +262,11 @@ def _soabi() -> str:
 
 def _load() -> Status:
     try:
-        path = _find() or _build_for_these_gpus()
+        path = _find() or _find_or_build(extension.OPERATORS)
         torch.ops.load_library(path)
         compiled = ctypes.CDLL(str(path))
         compiled.megasoftmax_register(_PACKAGE_NAME.encode())
+        compiled.megasoftmax_find_kernels_by(_find_kernels)
     except (BuildError, OSError, AttributeError) as error:  # the last: compiled from other sources
         # One beside the package is taken before that of the cache.
         command = "build --package" if _LIBRARY.exists() else "build"
@@ -308,10 +310,14 @@ def build_into_cache(nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
     """
 
     def compile_into(folder: Path) -> Path:
-        log = folder.with_name("log")  # a failure removes the folder, and not the log
-        return build_into(folder, folder / "objects", nvcc, names, log)
+        wait = _start_host()
+        try:
+            log = folder.with_name("log")  # a failure removes the folder, and not the log
+            return build_into(folder, folder / "objects", nvcc, names, log)
+        finally:
+            wait()
 
-    return _keep_beside_host(names, compile_into)
+    return cache.keep("megasoftmax", _key(names), compile_into)
 
 
 def build_into(
@@ -322,14 +328,22 @@ def build_into(
         return extension.build(folder, objects, nvcc, names, log)
 
 
-def _build_for_these_gpus() -> Path:
-    """Builds the library into the cache in a process that needs it, and keeps stdout clean."""
-    nvcc = _check_first_use()
-    names = extension.architectures(nvcc.version, these_gpus())
-    sources = extension.sources()
+def build_part(kernels: str, nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
+    """Builds the operators without kernels or some kernels, as `build_into_cache` builds all.
+
+    Args:
+        kernels: as `extension.sources` takes it.
+        names: architectures, likewise.
+
+    Raises:
+        BuildError: likewise.
+    """
+    sources = extension.sources(kernels)
 
     def compile_into(folder: Path) -> Path:
-        with extension.toolchain(nvcc), extension.progress(folder, sources):
+        if kernels == extension.OPERATORS:
+            _start_host()
+        with extension.toolchain(nvcc), extension.progress(folder, sources, kernels):
             return _compile(
                 "megasoftmax",
                 sources,
@@ -339,36 +353,61 @@ def _build_for_these_gpus() -> Path:
                 extra_ldflags=[*extension.LINK_FLAGS],
             )
 
-    return _keep_beside_host(names, compile_into)
+    return cache.keep(f"megasoftmax-{kernels}", _key(names), compile_into)
 
 
-def _keep_beside_host(names: Sequence[str], compile_into: Callable[[Path], Path]) -> Path:
-    """The library in the cache. If it must be compiled, so is the C++ part of the host meanwhile.
+def _find_or_build(kernels: str) -> Path:
+    """`build_part` for this machine's GPUs, unless an earlier run did."""
+    found = cache.find(f"megasoftmax-{kernels}", _key(_architectures_of_these_gpus()))
+    if found is not None:
+        return found
+    nvcc = _check_first_use()
+    return build_part(kernels, nvcc, extension.architectures(nvcc.version, these_gpus()))
 
-    That is by another process: this one could not tell the two outputs of ninja apart. `host` waits
-    for it, and tells what went wrong.
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t)
+def _find_kernels(name: bytes, text: Any, size: int) -> int:
+    """For csrc/common/kernels.cpp: the library of kernels, built first where that is needed."""
+    try:
+        found, answer = 1, os.fsencode(_find_or_build(name.decode()))
+    except Exception as error:  # ctypes would print it and go on
+        found, answer = 0, str(error).encode()
+    answer = answer[: size - 1] + b"\0"
+    ctypes.memmove(text, answer, len(answer))
+    return found
+
+
+def _start_host() -> Callable[[], object]:
+    """Has another process build the C++ part of the host, if need be; returns what waits for it.
+
+    `host` waits too, and tells what went wrong. This process could not tell two outputs of ninja
+    apart.
     """
-
-    def compile_both(folder: Path) -> Path:
-        command = [sys.executable, "-c", "from megasoftmax.build import library; library.host()"]
-        path = os.pathsep.join([str(extension.PACKAGE.parent), *filter(None, sys.path)])
-        is_wanted = _PACKAGE_NAME == "megasoftmax" and os.environ.get("MEGASOFTMAX_HOST") != "0"
-        other = None
-        if is_wanted and not (host_is_built() or host_is_packed()):
-            quiet = subprocess.DEVNULL
-            environment = os.environ | {"PYTHONPATH": path}
-            other = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment)
-        try:
-            return compile_into(folder)
-        finally:
-            if other is not None:
-                other.wait()
-
-    return cache.keep("megasoftmax", _key(names), compile_both)
+    command = [sys.executable, "-c", "from megasoftmax.build import library; library.host()"]
+    path = os.pathsep.join([str(extension.PACKAGE.parent), *filter(None, sys.path)])
+    is_wanted = _PACKAGE_NAME == "megasoftmax" and os.environ.get("MEGASOFTMAX_HOST") != "0"
+    if not is_wanted or host_is_built() or host_is_packed():
+        return lambda: None
+    quiet = subprocess.DEVNULL
+    environment = os.environ | {"PYTHONPATH": path}
+    other = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment)
+    atexit.register(other.terminate)
+    return other.wait
 
 
 def _find() -> Path | None:
-    """The library beside the package, or that of an earlier build in the cache; else None.
+    """The library with all kernels, or that of the operators in the cache; else None.
+
+    Raises:
+        BuildError: others could have written the one in the cache.
+    """
+    names = _architectures_of_these_gpus()
+    operators = f"megasoftmax-{extension.OPERATORS}"
+    return find_whole() or (cache.find(operators, _key(names)) if names else None)
+
+
+def find_whole() -> Path | None:
+    """The library that has all kernels, beside the package or in the cache; else None.
 
     Raises:
         BuildError: others could have written the one in the cache.

@@ -1,5 +1,8 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t launch_backward<__nv_bfloat16>(Sm90, const BackwardLaunch&, cudaStream_t);
+template cudaError_t launch_backward_with<__nv_bfloat16, HopperBias::kNone>(const BackwardLaunch&,
+                                                                            cudaStream_t);
+template cudaError_t launch_backward_with<__nv_bfloat16, HopperBias::kSoftcap>(
+    const BackwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

@@ -4,6 +4,7 @@
 #include "../instances/instances.h"
 #include "../launches.cuh"
 #include "backward.cuh"
+#include "bias_gradient_in_order.cuh"
 #include "decode.cuh"
 #include "forward.cuh"
 #include "plan.h"
@@ -12,23 +13,6 @@
 #include "wide.cuh"
 
 namespace megasoftmax {
-
-// Calls body.operator()<kind>() for the kind of bias of a launch of T.
-template <class T, class Body>
-cudaError_t with_bias_kind(const AttentionParams& params, Body&& body) {
-  switch (bias_kind(params)) {
-    case BiasKind::kNone:
-      return body.template operator()<BiasKind::kNone>();
-    case BiasKind::kTile:
-      if constexpr (sizeof(T) == 2) return body.template operator()<BiasKind::kTile>();
-      break;
-    case BiasKind::kAny:
-      return body.template operator()<BiasKind::kAny>();
-    case BiasKind::kSoftcap:
-      return body.template operator()<BiasKind::kSoftcap>();
-  }
-  return cudaErrorInvalidValue;
-}
 
 // Calls body.operator()<index>() for a row of a table of tiles that is for T and such a bias.
 template <class T, const auto& kTiles, BiasKind kBias, class Body>
@@ -102,44 +86,73 @@ cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t strea
 }
 
 template <class T>
-cudaError_t launch_backward(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
-  const auto& [params, plan] = launch;
+cudaError_t launch_small(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    if (plan.kernel == BackwardKernel::kSmall)
-      return with_regime(kAttentionSmallTiles, plan.tile, [&]<int kIndex>() {
-        return launch_small(attention_small_backward_kernel<T, kIndex>, launch, stream);
-      });
+    return with_regime(kAttentionSmallTiles, launch.plan.tile, [&]<int kIndex>() {
+      return launch_small(attention_small_backward_kernel<T, kIndex>, launch, stream);
+    });
+  } else {
+    return cudaErrorInvalidValue;
   }
+}
+
+template <class T, BiasKind kBias>
+cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stream) {
+  const auto& [params, plan] = launch;
+  return with_tile<T, kAttentionBackwardTiles, kBias>(plan.tile, [&]<int kIndex>() -> cudaError_t {
+    using Memory = BackwardMemory<T, kBias, kIndex>;
+    const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
+    const auto launch_kernel = [&]<bool kHasTurns>() {
+      return launch_tiles(
+          is_unmasked(params)
+              ? attention_backward_kernel<T, kBias, may_be_unmasked(kBias), kHasTurns, kIndex>
+              : attention_backward_kernel<T, kBias, false, kHasTurns, kIndex>,
+          key_tiles * Memory::kSlices, params.key_heads, params.batches, Memory::kThreads,
+          Memory::kLayout.bytes(plan.stages), stream, params);
+    };
+    const bool has_turns = plan.query_gradient == QueryGradient::kInTurns ||
+                           plan.query_gradient == QueryGradient::kWhole;
+    if constexpr (Memory::kTile.has_turns()) {
+      MEGASOFTMAX_RETURN_IF_ERROR(has_turns ? launch_kernel.template operator()<true>()
+                                            : launch_kernel.template operator()<false>());
+    } else {
+      MEGASOFTMAX_RETURN_IF_ERROR(has_turns ? cudaErrorInvalidValue
+                                            : launch_kernel.template operator()<false>());
+    }
+    if (plan.query_gradient != QueryGradient::kInOrder) return cudaSuccess;
+    constexpr int kKeys = Memory::kTile.in_order_keys();
+    return launch_tiles(attention_query_gradient_in_order_kernel<T, kBias, Memory::kDim, kKeys>,
+                        divide_up(params.queries, kInOrderQueries), params.heads, params.batches,
+                        kInOrderThreads, InOrderLayout(Memory::kDim, kKeys, kBias, sizeof(T)).bytes,
+                        stream, params);
+  });
+}
+
+// The gradient of a bias in order, or its parts. What rows need is there.
+template <class T>
+cudaError_t launch_bias_gradient(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
+  AttentionBackwardParams params = launch.params;
+  const BiasGradientPlan& plan = launch.plan.in_order;
   return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
-    return with_tile<T, kAttentionBackwardTiles, kBias>(
-        plan.tile, [&]<int kIndex>() -> cudaError_t {
-          using Memory = BackwardMemory<T, kBias, kIndex>;
-          const int64_t key_tiles = divide_up(params.keys, Memory::kKeys);
-          const auto launch_kernel = [&]<bool kHasTurns>() {
-            return launch_tiles(
-                is_unmasked(params)
-                    ? attention_backward_kernel<T, kBias, may_be_unmasked(kBias), kHasTurns, kIndex>
-                    : attention_backward_kernel<T, kBias, false, kHasTurns, kIndex>,
-                key_tiles * Memory::kSlices, params.key_heads, params.batches, Memory::kThreads,
-                Memory::kLayout.bytes(plan.stages), stream, params);
-          };
-          const bool has_turns = plan.query_gradient == QueryGradient::kInTurns ||
-                                 plan.query_gradient == QueryGradient::kWhole;
-          if constexpr (Memory::kTile.has_turns()) {
-            MEGASOFTMAX_RETURN_IF_ERROR(has_turns ? launch_kernel.template operator()<true>()
-                                                  : launch_kernel.template operator()<false>());
-          } else {
-            MEGASOFTMAX_RETURN_IF_ERROR(has_turns ? cudaErrorInvalidValue
-                                                  : launch_kernel.template operator()<false>());
-          }
-          if (plan.query_gradient != QueryGradient::kInOrder) return cudaSuccess;
-          constexpr int kKeys = Memory::kTile.in_order_keys();
-          return launch_tiles(
-              attention_query_gradient_in_order_kernel<T, kBias, Memory::kDim, kKeys>,
-              divide_up(params.queries, kInOrderQueries), params.heads, params.batches,
-              kInOrderThreads, InOrderLayout(Memory::kDim, kKeys, kBias, sizeof(T)).bytes, stream,
-              params);
-        });
+    return with_regime(kAttentionBiasGradientTiles, plan.tile, [&]<int kIndex>() -> cudaError_t {
+      if constexpr (kBias == BiasKind::kNone ||
+                    kAttentionBiasGradientTiles[kIndex].element_bytes != sizeof(T)) {
+        return cudaErrorInvalidValue;
+      } else {
+        using Memory = BiasGradientMemory<T, kBias, kIndex>;
+        params.stages = plan.stages;
+        const int64_t blocks = params.bias_parts * params.bias_batches() * params.bias_heads() *
+                               divide_up(params.queries, Memory::kQueries) *
+                               divide_up(params.keys, Memory::kKeys);
+        if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+        return megasoftmax::launch(
+            params.dropout.seed != nullptr
+                ? attention_bias_gradient_kernel<T, kBias, true, kIndex>
+                : attention_bias_gradient_kernel<T, kBias, !may_be_unmasked(kBias), kIndex>,
+            dim3(static_cast<unsigned>(blocks)), dim3(Memory::kThreads),
+            Memory::kLayout.bytes(plan.stages), Together::kNot, 1, stream, params);
+      }
+    });
   });
 }
 

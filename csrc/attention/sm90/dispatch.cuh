@@ -66,80 +66,55 @@ inline cudaError_t make_map_of_bias(CUtensorMap& map, const AttentionParams& par
                          params.keys, box_rows);
 }
 
-// Calls body.operator()<bias>().
-template <class Body>
-cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
-  switch (bias) {
-    case HopperBias::kNone:
-      return body.template operator()<HopperBias::kNone>();
-    case HopperBias::kTile:
-      return body.template operator()<HopperBias::kTile>();
-    case HopperBias::kTable:
-      return body.template operator()<HopperBias::kTable>();
-    case HopperBias::kSoftcap:
-      return body.template operator()<HopperBias::kSoftcap>();
-    case HopperBias::kRows:
-      return body.template operator()<HopperBias::kRows>();
-    case HopperBias::kKeys:
-      return body.template operator()<HopperBias::kKeys>();
-  }
-  return cudaErrorInvalidValue;
-}
-
-template <class T>
-cudaError_t launch_forward(Sm90, const ForwardLaunch& launch, cudaStream_t stream) {
+template <class T, HopperBias kBias>
+cudaError_t launch_forward_with(const ForwardLaunch& launch, cudaStream_t stream) {
   const ForwardPlan& plan = launch.plan;
   return with_regime(kAttentionHopperTiles, plan.tile, [&]<int kIndex>() {
-    const HopperBias bias = hopper_bias(launch.params, kAttentionHopperTiles[kIndex]);
-    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
-      if constexpr (!takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
-        return cudaErrorInvalidValue;
-      } else {
-        using Memory = HopperMemory<kBias, kIndex>;
-        AttentionForwardParams params = launch.params;
-        params.heads_of_block = plan.heads_of_block;
-        params.blocks_of_heads = Divider(plan.heads / params.key_heads);
-        // A block mask has tiles from query 0 on.
-        if (plan.splits.count == 1 && plan.heads_of_block == 1 &&
-            params.block_mask.words == nullptr)
-          params.query_tile_offset = static_cast<int>(plan.row_tiles) * Memory::kQueries -
-                                     64 * divide_up(params.queries, 64);
-        if (params.tile_counter != nullptr)
-          MEGASOFTMAX_RETURN_IF_ERROR(
-              cudaMemsetAsync(params.tile_counter, 0, sizeof(*params.tile_counter), stream));
-        constexpr HopperMask kKeyMask = Memory::kHasMasked ? HopperMask::kKeys : HopperMask::kAny;
-        const HopperMask mask = hopper_mask(params, Memory::kTile);
-        // Kernels for a mask of keys alone add a bias of keys.
-        constexpr bool kIsOfKeys = kBias == HopperBias::kKeys;
-        constexpr HopperMask kWithout = kIsOfKeys ? kKeyMask : HopperMask::kNone,
-                             kWithAny = kIsOfKeys ? kKeyMask : HopperMask::kAny;
-        const auto kernel = mask == HopperMask::kNone
-                                ? attention_hopper_forward_kernel<T, kBias, kWithout, kIndex>
-                            : mask == HopperMask::kKeys
-                                ? attention_hopper_forward_kernel<T, kBias, kKeyMask, kIndex>
-                                : attention_hopper_forward_kernel<T, kBias, kWithAny, kIndex>;
-        // Before the maps, because it gives a new thread its context.
-        MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
-        TensorMaps maps;
+    if constexpr (!takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
+      return cudaErrorInvalidValue;
+    } else {
+      using Memory = HopperMemory<kBias, kIndex>;
+      AttentionForwardParams params = launch.params;
+      params.heads_of_block = plan.heads_of_block;
+      params.blocks_of_heads = Divider(plan.heads / params.key_heads);
+      // A block mask has tiles from query 0 on.
+      if (plan.splits.count == 1 && plan.heads_of_block == 1 && params.block_mask.words == nullptr)
+        params.query_tile_offset = static_cast<int>(plan.row_tiles) * Memory::kQueries -
+                                   64 * divide_up(params.queries, 64);
+      if (params.tile_counter != nullptr)
         MEGASOFTMAX_RETURN_IF_ERROR(
-            make_map_of_queries(maps.query, params, params.query, params.head_dim, 64));
-        MEGASOFTMAX_RETURN_IF_ERROR(
-            make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
-        MEGASOFTMAX_RETURN_IF_ERROR(
-            make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
-        MEGASOFTMAX_RETURN_IF_ERROR(
-            make_map_of_queries(maps.output, params, params.output, params.value_dim, 16));
-        if constexpr (kBias == HopperBias::kTile)
-          MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
-        if constexpr (kBias == HopperBias::kRows)
-          MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_rows_anywhere(
-              maps.bias, params.bias, params.bias_batches(), params.bias_heads(), params.queries,
-              params.keys, 64, Memory::kKeys));
-        return launch_with_maps(kernel, plan.splits.count * plan.row_tiles, plan.heads, 1,
-                                plan.blocks, 1, Memory::kThreads, Memory::kBytes, stream, params,
-                                maps);
-      }
-    });
+            cudaMemsetAsync(params.tile_counter, 0, sizeof(*params.tile_counter), stream));
+      constexpr HopperMask kKeyMask = Memory::kHasMasked ? HopperMask::kKeys : HopperMask::kAny;
+      const HopperMask mask = hopper_mask(params, Memory::kTile);
+      // Kernels for a mask of keys alone add a bias of keys.
+      constexpr bool kIsOfKeys = kBias == HopperBias::kKeys;
+      constexpr HopperMask kWithout = kIsOfKeys ? kKeyMask : HopperMask::kNone,
+                           kWithAny = kIsOfKeys ? kKeyMask : HopperMask::kAny;
+      const auto kernel =
+          mask == HopperMask::kNone   ? attention_hopper_forward_kernel<T, kBias, kWithout, kIndex>
+          : mask == HopperMask::kKeys ? attention_hopper_forward_kernel<T, kBias, kKeyMask, kIndex>
+                                      : attention_hopper_forward_kernel<T, kBias, kWithAny, kIndex>;
+      // Before the maps, because it gives a new thread its context.
+      MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
+      TensorMaps maps;
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_queries(maps.query, params, params.query, params.head_dim, 64));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_queries(maps.output, params, params.output, params.value_dim, 16));
+      if constexpr (kBias == HopperBias::kTile)
+        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
+      if constexpr (kBias == HopperBias::kRows)
+        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_rows_anywhere(
+            maps.bias, params.bias, params.bias_batches(), params.bias_heads(), params.queries,
+            params.keys, 64, Memory::kKeys));
+      return launch_with_maps(kernel, plan.splits.count * plan.row_tiles, plan.heads, 1,
+                              plan.blocks, 1, Memory::kThreads, Memory::kBytes, stream, params,
+                              maps);
+    }
   });
 }
 
@@ -216,7 +191,7 @@ inline cudaError_t make_narrow_maps(NarrowTensorMaps& maps, const AttentionBackw
 }
 
 template <class T>
-cudaError_t launch_heads(const BackwardLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_heads(Sm90, const BackwardLaunch& launch, cudaStream_t stream) {
   return with_regime(kAttentionHopperHeadsTiles, launch.plan.tile, [&]<int kIndex>() {
     const auto launch_with = [&]<bool kHasBias>() {
       using Memory = HopperHeadsMemory<kHasBias, kIndex>;
@@ -264,88 +239,84 @@ cudaError_t launch_bias_gradient(Sm90, const BackwardLaunch& launch, cudaStream_
       });
 }
 
-template <class T>
-cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t stream) {
-  if (launch.plan.kernel == BackwardKernel::kHeads) return launch_heads<T>(launch, stream);
+template <class T, HopperBias kBias>
+cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stream) {
   const auto& [params, plan] = launch;
   return with_regime(kAttentionHopperBackwardTiles, plan.tile, [&]<int kIndex>() {
-    const HopperBias bias = hopper_bias(params, kAttentionHopperBackwardTiles[kIndex]);
-    return with_hopper_bias(bias, [&]<HopperBias kBias>() {
-      if constexpr (!takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
-        return cudaErrorInvalidValue;
-      } else {
-        constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
-        using Memory = std::conditional_t<kIsWide, HopperWideBackwardMemory<kIndex>,
-                                          HopperBackwardMemory<kBias, kIndex>>;
-        // The warpgroup adds its 64 rows of dQ at once, or each warp its 16.
-        constexpr int kSumRows = kIsWide ? 16 : 64;
-        const int cluster = plan.bias_gradient == BiasGradient::kInClusters
-                                ? static_cast<int>(params.batches_per_bias.divisor)
-                                : 1;
-        Strided sums = contiguous(params.heads, params.queries, params.head_dim);
-        sums.data = params.query_gradient_sum;
-        BackwardTensorMaps maps;
-        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(maps.query, params, params.query,
-                                                        params.head_dim, Memory::kQueries));
-        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(maps.output_gradient, params,
-                                                        params.output_gradient, params.value_dim,
-                                                        Memory::kQueries));
+    if constexpr (!takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
+      return cudaErrorInvalidValue;
+    } else {
+      constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
+      using Memory = std::conditional_t<kIsWide, HopperWideBackwardMemory<kIndex>,
+                                        HopperBackwardMemory<kBias, kIndex>>;
+      // The warpgroup adds its 64 rows of dQ at once, or each warp its 16.
+      constexpr int kSumRows = kIsWide ? 16 : 64;
+      const int cluster = plan.bias_gradient == BiasGradient::kInClusters
+                              ? static_cast<int>(params.batches_per_bias.divisor)
+                              : 1;
+      Strided sums = contiguous(params.heads, params.queries, params.head_dim);
+      sums.data = params.query_gradient_sum;
+      BackwardTensorMaps maps;
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_queries(maps.query, params, params.query, params.head_dim, Memory::kQueries));
+      MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(maps.output_gradient, params,
+                                                      params.output_gradient, params.value_dim,
+                                                      Memory::kQueries));
+      MEGASOFTMAX_RETURN_IF_ERROR(make_tensor_map(maps.query_gradient_sum, sums,
+                                                  params.query_sums * params.batches, params.heads,
+                                                  params.queries, params.head_dim, kSumRows));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
+      MEGASOFTMAX_RETURN_IF_ERROR(
+          make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+      if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(
-            make_tensor_map(maps.query_gradient_sum, sums, params.query_sums * params.batches,
-                            params.heads, params.queries, params.head_dim, kSumRows));
-        MEGASOFTMAX_RETURN_IF_ERROR(
-            make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
-        MEGASOFTMAX_RETURN_IF_ERROR(
-            make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
-        if constexpr (kBias == HopperBias::kTile)
+            make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
+      if constexpr (kBias == HopperBias::kRows)
+        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_rows_anywhere(
+            maps.bias, params.bias, params.bias_batches(), params.bias_heads(), params.queries,
+            params.keys, Memory::kPieceRows, Memory::kKeys));
+      if constexpr (is_dense(kBias)) {
+        if (params.bias_gradient_kind == BiasGradient::kDense) {
+          Strided gradient = contiguous(params.heads, params.queries, params.bias_pitch());
+          gradient.data = params.bias_gradient;
+          gradient.type = params.bias.type;
           MEGASOFTMAX_RETURN_IF_ERROR(
-              make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
-        if constexpr (kBias == HopperBias::kRows)
-          MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_rows_anywhere(
-              maps.bias, params.bias, params.bias_batches(), params.bias_heads(), params.queries,
-              params.keys, Memory::kPieceRows, Memory::kKeys));
-        if constexpr (is_dense(kBias)) {
-          if (params.bias_gradient_kind == BiasGradient::kDense) {
-            Strided gradient = contiguous(params.heads, params.queries, params.bias_pitch());
-            gradient.data = params.bias_gradient;
-            gradient.type = params.bias.type;
-            MEGASOFTMAX_RETURN_IF_ERROR(
-                make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
-          }
+              make_map_of_bias(maps.bias_gradient, params, gradient, Memory::kQueries));
         }
-        const auto launch_kernel = [&]<HopperMask kMask, bool kHasTurns>() {
-          return launch_with_maps(hopper_backward_kernel<T, kBias, kMask, kIndex, kHasTurns>(),
-                                  divide_up(params.keys, Memory::kKeys), params.key_heads,
-                                  heads_of_turns(params, Memory::kQueries, current_device()),
-                                  plan.blocks, cluster, Memory::kThreads, Memory::kBytes, stream,
-                                  params, maps);
-        };
-        const HopperMask mask = hopper_mask(params);
-        const auto launch_with_mask = [&]<HopperMask kMask>() {
-          // Others take turns wherever params.turns is given. Those above a head dimension of 128
-          // have instances for OrderOfTurns::kFirstKeysFirst, which would cost the others time.
-          constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
-          constexpr bool kHasInstanceForTurns =
-              !kIsWide && (is_bias(kBias) || kMask == HopperMask::kAny);
-          if constexpr (kIsWide && kMask == HopperMask::kNone) {
-            if (params.order_of_turns == OrderOfTurns::kFirstKeysFirst)
-              return launch_kernel.template operator()<kMask, true>();
-          } else if constexpr (kHasInstanceForTurns && kBias != HopperBias::kRows) {
-            if (params.turns != nullptr) return launch_kernel.template operator()<kMask, true>();
-          }
-          return launch_kernel.template operator()<kMask, false>();
-        };
-        if constexpr (kBias != HopperBias::kKeys) {
-          if (mask == HopperMask::kNone)
-            return launch_with_mask.template operator()<HopperMask::kNone>();
-        }
-        if constexpr (kBias != HopperBias::kSoftcap) {
-          if (mask == HopperMask::kKeys)
-            return launch_kernel.template operator()<HopperMask::kKeys, false>();
-        }
-        return launch_with_mask.template operator()<widest_mask(kBias)>();
       }
-    });
+      const auto launch_kernel = [&]<HopperMask kMask, bool kHasTurns>() {
+        return launch_with_maps(hopper_backward_kernel<T, kBias, kMask, kIndex, kHasTurns>(),
+                                divide_up(params.keys, Memory::kKeys), params.key_heads,
+                                heads_of_turns(params, Memory::kQueries, current_device()),
+                                plan.blocks, cluster, Memory::kThreads, Memory::kBytes, stream,
+                                params, maps);
+      };
+      const HopperMask mask = hopper_mask(params);
+      const auto launch_with_mask = [&]<HopperMask kMask>() {
+        // Others take turns wherever params.turns is given. Those above a head dimension of 128
+        // have instances for OrderOfTurns::kFirstKeysFirst, which would cost the others time.
+        constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
+        constexpr bool kHasInstanceForTurns =
+            !kIsWide && (is_bias(kBias) || kMask == HopperMask::kAny);
+        if constexpr (kIsWide && kMask == HopperMask::kNone) {
+          if (params.order_of_turns == OrderOfTurns::kFirstKeysFirst)
+            return launch_kernel.template operator()<kMask, true>();
+        } else if constexpr (kHasInstanceForTurns && kBias != HopperBias::kRows) {
+          if (params.turns != nullptr) return launch_kernel.template operator()<kMask, true>();
+        }
+        return launch_kernel.template operator()<kMask, false>();
+      };
+      if constexpr (kBias != HopperBias::kKeys) {
+        if (mask == HopperMask::kNone)
+          return launch_with_mask.template operator()<HopperMask::kNone>();
+      }
+      if constexpr (kBias != HopperBias::kSoftcap) {
+        if (mask == HopperMask::kKeys)
+          return launch_kernel.template operator()<HopperMask::kKeys, false>();
+      }
+      return launch_with_mask.template operator()<widest_mask(kBias)>();
+    }
   });
 }
 

@@ -1,0 +1,7 @@
+#include "../dispatch.cuh"
+
+namespace megasoftmax {
+template cudaError_t attention_forward_instance<__half>(const ForwardLaunch&, cudaStream_t);
+template cudaError_t attention_backward_instance<__half>(const BackwardLaunch&, cudaStream_t);
+const HasKernelsOf<AttentionLaunchers, __half> has_kernels(kAttentionLaunchers<__half>);
+}  // namespace megasoftmax

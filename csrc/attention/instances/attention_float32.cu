@@ -1,0 +1,7 @@
+#include "../dispatch.cuh"
+
+namespace megasoftmax {
+template cudaError_t attention_forward_instance<float>(const ForwardLaunch&, cudaStream_t);
+template cudaError_t attention_backward_instance<float>(const BackwardLaunch&, cudaStream_t);
+const HasKernelsOf<AttentionLaunchers, float> has_kernels(kAttentionLaunchers<float>);
+}  // namespace megasoftmax

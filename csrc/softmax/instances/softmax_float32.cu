@@ -1,0 +1,5 @@
+#include "instances.h"
+
+namespace megasoftmax {
+const HasKernelsOf<SoftmaxLaunchers, float> has_kernels(kSoftmaxLaunchers<float>);
+}  // namespace megasoftmax

@@ -1,0 +1,5 @@
+#include "instances.h"
+
+namespace megasoftmax {
+const HasKernelsOf<TopkLaunchers, float> has_kernels(kTopkLaunchers<float>);
+}  // namespace megasoftmax
