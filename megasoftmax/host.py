@@ -2,7 +2,7 @@
 
 The stable ABI, which the kernels' bindings use so that one library serves every torch, has no
 autograd. So this part is a module of its own, csrc/host, which ninja compiles for the torch at hand
-when the first call has run fused. It checks arguments, calls the op and records the backward pass.
+when a call runs fused. It checks arguments, calls the op and records the backward pass.
 What it does not serve it declines, and `functions` goes on in Python, with the same results. It is
 optional: without it every call takes that way.
 """
@@ -55,8 +55,13 @@ def status() -> str:
 
 
 def admit(scores: Tensor) -> None:
-    """Lets later calls on the GPU of these scores, where a call runs fused, go through C++."""
+    """Lets later calls on the GPU of these scores, where a call runs fused, go through C++.
+
+    Until that part is compiled, if it is compiled beside the kernels, calls go through Python.
+    """
     if torch.compiler.is_compiling() or not scores.is_cuda or scores.device in _admitted:
+        return
+    if library.host_is_coming():
         return
     _admitted.add(scores.device)
     with _loading:  # threads may serve one GPU each

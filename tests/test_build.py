@@ -548,8 +548,12 @@ def test_command_builds_where_it_is_told(tools, monkeypatch, command, folder):
 
 
 def test_time_left():
-    assert extension.seconds_left(0, 0, 800, 4) == 200  # as on the machine that was measured
-    assert extension.seconds_left(10, 100, 800, 4) == 70
+    assert extension.seconds_left(0, 0, [100] * 8, 4) == 200  # as where the times were measured
+    assert extension.seconds_left(50, 4, [100] * 8, 4) == 50
+    # The longest file decides, and not how many are left.
+    assert extension.seconds_left(20, 1, [100, 80, 60, 40], 4) == 30
+    assert extension.seconds_left(50, 4, [100, 80, 60, 40], 4) == 0
+    assert extension.seconds_left(1, 0, [], 4) == 0
     assert extension.duration(70) == "70 s"
     assert extension.duration(600) == "10 min"
 

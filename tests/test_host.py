@@ -1084,8 +1084,12 @@ def test_gpus_are_admitted_once(monkeypatch):
     monkeypatch.setattr(host, "_admitted", set())
     monkeypatch.setattr(dispatch, "has_attention", lambda scores: scores.device.index == 1)
     gpus = [torch.device("cuda", index) for index in (0, 1)]
-    for device in (*gpus, *gpus, CPU):
+    is_coming = True
+    monkeypatch.setattr(library, "host_is_coming", lambda: is_coming)
+    for device in (gpus[0], *gpus, *gpus, CPU):
         host.admit(SimpleNamespace(device=device, is_cuda=device.type == "cuda"))
+        assert is_coming == (not admitted)
+        is_coming = False
     assert admitted == [(gpus[0], True, False), (gpus[1], True, True)]
 
 

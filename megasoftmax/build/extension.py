@@ -6,6 +6,7 @@ library is imported at the top.
 
 import ctypes
 import hashlib
+import heapq
 import os
 import re
 import shutil
@@ -204,17 +205,17 @@ MOST_FAILURE_LINES = 40  # of an error; the log has all
 _SECONDS = {
     "attention": 6,
     "attention_bias_gradient": 20,
-    "attention_hopper_backward": 35,
-    "attention_hopper_biased_backward": 40,
+    "attention_hopper_backward": 30,
+    "attention_hopper_biased_backward": 35,
     "attention_hopper_biased_forward": 30,
     "attention_hopper_bias_gradient": 6,
     "attention_hopper_forward": 30,
-    "attention_hopper_heads": 25,
+    "attention_hopper_heads": 35,
     "attention_hopper_table_backward": 35,
     "attention_hopper_table_forward": 30,
-    "attention_portable_backward": 35,
-    "attention_portable_biased_backward": 40,
-    "attention_portable_forward": 25,
+    "attention_portable_backward": 30,
+    "attention_portable_biased_backward": 35,
+    "attention_portable_forward": 35,
     "columns": 9,
     "softmax_backward": 30,
     "softmax_biased_dropout_backward": 35,
@@ -494,18 +495,15 @@ def progress(folder: Path, sources: Sequence[Path], what: str = "all kernels") -
         what: what they are.
     """
     ended, start = threading.Event(), time.time()
-    running = min(jobs(), len(sources))
     seconds = {source.stem: seconds_to_compile(source) for source in sources}
     is_terminal = sys.stderr.isatty()
 
-    def seconds_of(files: list[Path]) -> float:
-        return sum(seconds.get(file.name.partition(".")[0], 0) for file in files)
-
     def estimate(files: list[Path]) -> float:
         # Files of an earlier build do not show the speed of this one.
-        compiled = seconds_of([file for file in files if file.stat().st_mtime > start])
-        rest = sum(seconds.values()) - seconds_of(files) + compiled
-        return seconds_left(time.time() - start, compiled, rest, running)
+        compiled = [file for file in files if file.stat().st_mtime > start]
+        earlier = {file.name.partition(".")[0] for file in {*files} - {*compiled}}
+        taken = [seconds[name] for name in seconds if name not in earlier]
+        return seconds_left(time.time() - start, len(compiled), taken, jobs())
 
     def tell(done: int, left: float) -> None:
         text = f"megasoftmax: compiling {what}, once: {done} of {len(sources)} files, "
@@ -537,13 +535,25 @@ def progress(folder: Path, sources: Sequence[Path], what: str = "all kernels") -
         thread.join()
 
 
-def seconds_left(elapsed: float, compiled: float, total: float, jobs: int) -> float:
+def seconds_left(elapsed: float, compiled: int, seconds: Sequence[float], jobs: int) -> float:
     """How long a build still takes, from the seconds that its files usually take.
 
     Before a file is compiled this is the time of a machine like that of `seconds_to_compile`.
+
+    Args:
+        elapsed: seconds until now, when the last file ended.
+        compiled: how many files ended.
+        seconds: of all files, in the order in which they begin.
+        jobs: how many files are compiled at a time.
     """
-    speed = compiled / elapsed if compiled > 0 else jobs
-    return max(total - compiled, 0) / speed
+    free, ends = [0.0] * jobs, []  # when a job begins its next file, and when files would end
+    for each in seconds:
+        ends.append(heapq.heappop(free) + each)
+        heapq.heappush(free, ends[-1])
+    ends.sort()
+    if not 0 < compiled <= len(ends):
+        return ends[-1] if ends else 0.0
+    return elapsed * (ends[-1] / ends[compiled - 1] - 1)
 
 
 def duration(seconds: float) -> str:

@@ -377,12 +377,21 @@ def _find_kernels(name: bytes, text: Any, size: int) -> int:
     return found
 
 
+_host_process: subprocess.Popen[bytes] | None = None
+
+
+def host_is_coming() -> bool:
+    """Whether another process compiles it that this one has started."""
+    return _host_process is not None and _host_process.poll() is None
+
+
 def _start_host() -> Callable[[], object]:
     """Has another process build the C++ part of the host, if need be; returns what waits for it.
 
     `host` waits too, and tells what went wrong. This process could not tell two outputs of ninja
     apart.
     """
+    global _host_process
     command = [sys.executable, "-c", "from megasoftmax.build import library; library.host()"]
     path = os.pathsep.join([str(extension.PACKAGE.parent), *filter(None, sys.path)])
     is_wanted = _PACKAGE_NAME == "megasoftmax" and os.environ.get("MEGASOFTMAX_HOST") != "0"
@@ -390,9 +399,9 @@ def _start_host() -> Callable[[], object]:
         return lambda: None
     quiet = subprocess.DEVNULL
     environment = os.environ | {"PYTHONPATH": path}
-    other = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment)
-    atexit.register(other.terminate)
-    return other.wait
+    _host_process = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment)
+    atexit.register(_host_process.terminate)
+    return _host_process.wait
 
 
 def _find() -> Path | None:
