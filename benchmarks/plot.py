@@ -19,6 +19,7 @@ ORIGINS = {
     **{name: (f"{name}.csv", f"bench_{name}.py") for name in NAMED_ALIKE},
     "tuning": ("tune.csv", "tune_softmax.py"),
     "few queries": ("decoding.csv", "bench_decoding.py"),
+    "first use": ("first_use.csv", "bench_install.py"),
     "reference": ("reference_cpu.csv", "bench_reference.py"),
 }
 TESTED = ("date", "commit", "gpu", "torch", "passed", "failed", "skipped")
@@ -41,6 +42,10 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "dropout table": ("dropout.csv", lambda rows: tables.passes_table(rows, *PLACE, "dropout")),
     "host table": ("host.csv", tables.host_table),
     "install table": ("install.csv", lambda rows: tables.plain_table(rows, "step", "seconds")),
+    "first use table": (
+        "first_use.csv",
+        lambda rows: tables.plain_table(rows, "step", "cores", "seconds"),
+    ),
     # The last runs of the tests on GPUs.
     "gpu tests": ("gpu_tests.csv", lambda rows: tables.plain_table(rows[-3:], *TESTED, words=4)),
 }
