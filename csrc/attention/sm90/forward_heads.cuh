@@ -57,7 +57,7 @@ class BiasOfLane {
                                         References& references) {
     float largest[2] = {-INFINITY, -INFINITY};
     const auto load_half = [&](int first_key) {
-      load(params, bias, first_query, first_key);
+      load(params, bias, memory.results(warp), first_query, first_key);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const Pack<T, 2> pair{words_[i]};
@@ -78,8 +78,12 @@ class BiasOfLane {
   }
   // After rows were computed step by step, which can have the registers of a half.
   __device__ __forceinline__ void load_again(const AttentionParams& params, const BiasRows<T>& bias,
-                                             int first_query) {
-    if constexpr (!Memory::kIsWhole) load(params, bias, first_query, 0);
+                                             const Memory& memory, int warp, int first_query) {
+    if constexpr (!Memory::kIsWhole) {
+      if (thread_index_anew() % 32 == 0) wait_for_reads_of_stores();
+      __syncwarp();
+      load(params, bias, memory.results(warp), first_query, 0);
+    }
   }
   // What shared memory has of a step.
   struct Others {
@@ -117,9 +121,14 @@ class BiasOfLane {
     const Pack<T, 2> pair{word};
     return {fmaf(pair[0], kLog2E, -offset), fmaf(pair[1], kLog2E, -offset)};
   }
+  // Of a group of 8 keys, from the first one of `load` on.
+  __device__ static constexpr int key_of(int group) {
+    return (group / kKeptN * kN + group % kKeptN) * 8;
+  }
   // Pairs of entries of each step, from its key `first_key` on, 0 beyond the last query.
+  // `room`: shared memory for 32 entries of the warp's rows.
   __device__ __forceinline__ void load(const AttentionParams& params, const BiasRows<T>& bias,
-                                       int first_query, int first_key) {
+                                       uint32_t room, int first_query, int first_key) {
     constexpr uint32_t kLowest = Pack<T, 2>::kLowestWord;
     const FirstElement mine;
     const uint16_t* rows[2];
@@ -133,8 +142,12 @@ class BiasOfLane {
       are_pairs &= reinterpret_cast<uintptr_t>(rows[half]) % 4 == 0;
     }
     const int left = params.keys - mine.column - first_key;
-    const auto column = [](int i) { return (i / 2 / kKeptN * kN + i / 2 % kKeptN) * 8; };
-    if (__all_sync(~0u, are_pairs)) {
+    const auto column = [](int i) { return key_of(i / 2); };
+    const bool are_vectors = params.keys % 8 == 0 && bias.query_stride % 8 == 0 &&
+                             reinterpret_cast<uintptr_t>(bias.first) % 16 == 0;
+    if (are_vectors) {
+      load_vectors(params, bias, room, first_query, first_key);
+    } else if (__all_sync(~0u, are_pairs)) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         words_[i] = kLowest;
@@ -153,6 +166,42 @@ class BiasOfLane {
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) words_[i] = are_there[i % 2] ? words_[i] : 0;
+  }
+  // Of rows at multiples of 16 bytes. A lane loads 8 entries at a time, which pass through shared
+  // memory to the lanes that keep them.
+  __device__ __forceinline__ void load_vectors(const AttentionParams& params,
+                                               const BiasRows<T>& bias, uint32_t room,
+                                               int first_query, int first_key) {
+    using Rows = Tile<T, 16, 32>;
+    constexpr uint32_t kLowest = Pack<T, 2>::kLowestWord;
+    static_assert(kCount % 8 == 0);
+    const int lane = thread_index_anew() % 32, group = lane % 4;
+    uint32_t vectors[kCount / 4][4];
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      const int row = lane / 4 + i % 2 * 8;
+      const int key = first_key + key_of(i / 2 * 4 + group);
+      const T* const entries = bias.row(min(first_query + row, params.queries - 1)) + key;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) vectors[i][j] = kLowest;
+      load_if(key < params.keys, vectors[i], reinterpret_cast<const uint4*>(entries));
+    }
+    const FragmentsDown<Rows> fragments({room}, 0);
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_four(room + Rows::offset(lane / 4 + half * 8, group), vectors[2 * i + half]);
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        uint32_t matrices[4];
+        load_matrices(matrices, fragments.address ^ 32 * j);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words_[8 * i + 4 * j + k] = matrices[k];
+      }
+      __syncwarp();
+    }
   }
 };
 
@@ -368,7 +417,7 @@ __device__ __forceinline__ void attend_members(
     if (is_done_step_by_step) {
       attend_step_by_step(params, memory, number, bias_rows(), batch, head, work.first_query,
                           16 * warp(), references);
-      bias.load_again(params, bias_rows(), work.first_query + 16 * warp());
+      bias.load_again(params, bias_rows(), memory, warp(), work.first_query + 16 * warp());
     } else {
       // Of the four lanes with the same two rows two have one each.
       const int half = lane() % 2;

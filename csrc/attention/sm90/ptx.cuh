@@ -189,6 +189,11 @@ __device__ inline void load_if(bool is_given, uint32_t& word, const uint32_t* gl
       : "+r"(word)
       : "l"(global), "r"(static_cast<int>(is_given)));
 }
+__device__ inline void load_if(bool is_given, uint32_t (&words)[4], const uint4* global) {
+  asm("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+      : "l"(global), "r"(int{is_given}));
+}
 __device__ inline void load_if(bool is_given, uint32_t& word, const uint16_t* global) {
   asm("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.u16 %0, [%1];}"
       : "+r"(word)
