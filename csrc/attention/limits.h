@@ -237,9 +237,9 @@ inline constexpr int kFilledPercentOfHeads = 70, kFilledPercentOfHeadsAlone = 50
 // registers and shared memory a half each. A stage holds a whole head, or kCopyKeys keys if the
 // bias is halved.
 struct AttentionHopperHeadsForwardTile {
-  int keys, step_keys, stages;
+  int head_dim, keys, step_keys, stages, filled_percent;
   bool halves_bias;
-  static constexpr int head_dim = 32, warpgroups = 2, copier_registers = 24, registers = 240;
+  static constexpr int warpgroups = 2, copier_registers = 24, registers = 240;
   static constexpr int kCopyKeys = 128;
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -248,21 +248,21 @@ struct AttentionHopperHeadsForwardTile {
 };
 // clang-format off
 inline constexpr AttentionHopperHeadsForwardTile kAttentionHopperHeadsForwardTiles[] = {
-    // keys, of a step, stages, halves the bias
-    {   256,        64,      4, false},
-    {   384,        64,      3, false},
-    {   512,        32,      2, false},
-    {   640,        64,      5, true},
-    {   768,        64,      5, true},
-    {   896,        32,      4, true},
-    {  1024,        32,      3, true},
+    // head dim, keys, of a step, stages, filled percent, halves the bias
+    {        32,  256,        64,      4,             45, false},
+    {        32,  384,        64,      3,             45, false},
+    {        32,  512,        32,      2,             45, false},
+    {        32,  640,        64,      5,             45, true},
+    {        32,  768,        64,      5,             45, true},
+    {        32,  896,        32,      4,             45, true},
+    {        32, 1024,        32,      3,             45, true},
+    {        64,  256,        64,      2,             55, false},
 };
 // clang-format on
-// They are taken where a launch fills enough of their rounds and tiles, and a block has enough
-// heads after it has loaded the bias. With fewer heads, kernels that copy tiles of the bias are
-// faster than those that halve it.
-inline constexpr int kFilledPercentOfBiasInRegisters = 45, kFewestMembersOfBias = 4;
-inline constexpr int kFewestMembersOfHalvedBias = 96;
+// They are taken where a launch fills so many percent of their rounds and tiles, and a block has
+// enough heads after it has loaded the bias. With fewer heads, kernels that copy tiles of the bias
+// are faster than those that halve it.
+inline constexpr int kFewestMembersOfBias = 4, kFewestMembersOfHalvedBias = 96;
 
 // dB of a shared bias, summed in order on Hopper: each warpgroup has 64 queries and all keys.
 struct AttentionHopperBiasGradientTile {

@@ -365,9 +365,9 @@ __device__ __forceinline__ void attend_members(
   const auto start_scores = [&]<int kStep>(int query_stage, int stage) {
     constexpr int kKey = kStep * kStepKeys;
     auto& results = scores[kStep % 2];
-    const uint64_t keys = narrow_matrix_at(memory.keys(stage));
+    const uint64_t keys = rows_at<kDim>(memory.keys(stage));
     start_product_of_rows<T, kDim>(
-        results, narrow_matrix_at(memory.queries(query_stage) + 64 * kRowBytes * warpgroup), 0,
+        results, rows_at<kDim>(memory.queries(query_stage) + 64 * kRowBytes * warpgroup), 0,
         moved(keys, kKey * kRowBytes), 0);
     if constexpr (kHasMask) {
       start_product<T, true>(results, rows_alike_at(memory.ones()),
@@ -379,7 +379,7 @@ __device__ __forceinline__ void attend_members(
   const auto start_output = [&]<int kStep>(int stage) {
     start_sum_of_products<T, kRowBytes>(
         output, weights[kStep % 2],
-        moved(narrow_matrix_at(memory.values(stage)), kStep * kStepKeys * kRowBytes));
+        moved(rows_at<kDim>(memory.values(stage)), kStep * kStepKeys * kRowBytes));
   };
   const auto make_weights = [&]<int kStepOfMember>(const typename Bias::Others& others) {
     constexpr int kStep = kStepOfMember % kSteps;

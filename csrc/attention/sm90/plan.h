@@ -269,14 +269,14 @@ inline int hopper_heads_tile(const AttentionForwardParams& params, const Device&
                              int64_t& blocks) {
   if (hopper_bias(params) != HopperBias::kTile || !has_dense_rows(params) ||
       !takes_tensors(params) || params.queries <= kMaxDecodeQueries || params.rows() == 0 ||
-      std::max(params.head_dim, params.value_dim) > AttentionHopperHeadsForwardTile::head_dim ||
       params.window_left >= 0 || params.window_right >= 0 ||
       hopper_mask(static_cast<const AttentionParams&>(params)) == HopperMask::kAny)
     return -1;
   for (int index = 0; index < static_cast<int>(std::size(kAttentionHopperHeadsForwardTiles));
        ++index) {
     const AttentionHopperHeadsForwardTile& tile = kAttentionHopperHeadsForwardTiles[index];
-    if (params.keys > tile.keys) continue;
+    if (params.keys > tile.keys || std::max(params.head_dim, params.value_dim) > tile.head_dim)
+      continue;
     const int64_t entries = params.bias_batches() * params.bias_heads();
     const int64_t tiles = divide_up<int64_t>(params.queries, tile.queries());
     if (entries * tiles > INT32_MAX) return -1;
@@ -286,7 +286,7 @@ inline int hopper_heads_tile(const AttentionForwardParams& params, const Device&
     const double filled = filled_part(blocks, device.multiprocessors) *
                           filled_part(params.keys, tile.keys) *
                           filled_part(params.queries, tile.queries());
-    return 100 * filled >= kFilledPercentOfBiasInRegisters &&
+    return 100 * filled >= tile.filled_percent &&
                    params.members_of_bias() >= kFewestMembersOfBias * divide_up(units, entries)
                ? index
                : -1;

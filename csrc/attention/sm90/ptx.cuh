@@ -309,6 +309,12 @@ __device__ inline uint64_t narrow_matrix_at(uint32_t address) {
   return encoded_address | uint64_t{1} << 16 | uint64_t{512 >> 4} << 32 | uint64_t{2} << 62;
 }
 
+// Of a matrix of so many columns, 32 or 64.
+template <int kColumns>
+__device__ inline uint64_t rows_at(uint32_t address) {
+  return kColumns == 32 ? narrow_matrix_at(address) : matrix_at(address, 16);
+}
+
 // The descriptor of a matrix of up to 64 columns whose rows repeat after eight rows.
 __device__ inline uint64_t rows_alike_at(uint32_t address) {
   return matrix_at(address, 16) & ~(uint64_t{0x3fff} << 32);

@@ -10,7 +10,7 @@
 
 namespace megasoftmax {
 
-// Boxes of 32 columns: 128 queries or keys, and of the output the 16 queries of a warp.
+// Boxes of all columns: 128 queries or keys, and of the output the 16 queries of a warp.
 struct HeadsForwardMaps {
   CUtensorMap query, key, value, output;
 };
