@@ -182,8 +182,8 @@ def test_blocks_keep_a_bias_that_rows_share(
         {"keys": 1025},
         {"keys": 513, "batches": 95},  # few for half of the bias in shared memory
         {"queries": 16},
-        {"head_dim": 40},
-        {"value_dim": 40},
+        {"head_dim": 72 if tokens <= 256 else 40},
+        {"value_dim": 72 if tokens <= 256 else 40},
         {"dtype": FLOAT},
         {"bias_dtype": FLOAT},
         {"bias": False},
@@ -194,6 +194,16 @@ def test_blocks_keep_a_bias_that_rows_share(
         {"major": 8},
     ):
         assert not explain_attention(**(call | options | other)).several_heads
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 40), (24, 40)])
+def test_blocks_keep_a_bias_of_few_keys_at_larger_head_dimensions(dims: tuple[int, int]) -> None:
+    call = {"batches": 128, "heads": 12, "head_dim": dims[0], "value_dim": dims[1], "bias": True}
+    found = explain_attention(**call, queries=197)
+    assert found.several_heads
+    assert (found.tile_head_dim, found.tile_queries, found.tile_keys) == (64, 128, 256)
+    # They fill too little of the tiles, or are too many.
+    assert not any(explain_attention(**call, queries=n).several_heads for n in (128, 160, 257))
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 33])
@@ -574,7 +584,8 @@ def sums(count: int) -> str:
                 (16, 1, 64, {}, TURNS),
                 (8, 4, 64, {"causal": False}, TURNS),
                 (8, 16, 64, {}, TURNS),
-                (8, 4, 192, {}, TURNS),
+                (8, 4, 192, {}, LONGEST_FIRST),
+                (8, 4, 192, {"masked": True}, TURNS),
                 (8, 4, 64, {"key_bias": True}, TURNS),
             )
         ),

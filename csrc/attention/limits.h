@@ -256,7 +256,7 @@ inline constexpr AttentionHopperHeadsForwardTile kAttentionHopperHeadsForwardTil
     {        32,  768,        64,      5,             45, true},
     {        32,  896,        32,      4,             45, true},
     {        32, 1024,        32,      3,             45, true},
-    {        64,  256,        64,      2,             55, false},
+    {        64,  256,        64,      2,             52, false},
 };
 // clang-format on
 // They are taken where a launch fills so many percent of their rounds and tiles, and a block has
