@@ -1,4 +1,4 @@
-"""How long the first fused results take: of a wheel with kernels, or where they are compiled.
+"""The time to the first fused results: of a wheel with kernels, or where they are compiled.
 
 python benchmarks/bench_install.py dist/megasoftmax-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl
 python benchmarks/bench_install.py
@@ -52,7 +52,7 @@ CALLS = {
         "megasoftmax.attention(query, key, value, bias=bias, fused=True).sum().backward()"
     ),
 }
-OF_WHEELS = ("first softmax", "first attention, forward and backward")
+WHEEL_CALLS = ("first softmax", "first attention, forward and backward")
 
 
 def main(
@@ -60,18 +60,21 @@ def main(
     out: Path | None = None,
     commit: measure.Commit = "",
 ) -> None:
+    if wheel is None and (extension.PACKAGE / extension.LIBRARY_NAME).exists():
+        expected = f"expected no {extension.LIBRARY_NAME} beside the package, which has all kernels"
+        raise typer.BadParameter(expected)
     out = out or measure.RESULTS / ("first_use.csv" if wheel is None else "install.csv")
     with (
         measure.results(out, measure.provenance(commit)) as write,
         tempfile.TemporaryDirectory() as folder,
     ):
         if wheel is None:
-            of_all, found = {"cores": str(extension.jobs())}, first_uses(Path(folder))
+            columns, timings = {"cores": str(extension.jobs())}, first_uses(Path(folder))
         else:
             megabytes = f"{wheel.stat().st_size / 1e6:.1f}"
-            of_all, found = {"mb": megabytes}, steps(wheel.resolve(), Path(folder))
-        for step, seconds in found:
-            write(of_all | {"step": step, "seconds": f"{seconds:.2f}"})
+            columns, timings = {"mb": megabytes}, steps(wheel.resolve(), Path(folder))
+        for step, seconds in timings:
+            write(columns | {"step": step, "seconds": f"{seconds:.2f}"})
             print(f"{seconds:8.2f} s  {step}", flush=True)
 
 
@@ -113,7 +116,7 @@ def steps(wheel: Path, folder: Path) -> Iterator[tuple[str, float]]:
     install += ["--force-reinstall", wheel]  # though this environment has the same version
     subprocess.run(install, env=environment, check=True)
     yield "pip install", time.perf_counter() - began
-    yield from laps(python, OF_WHEELS, folder, environment)
+    yield from laps(python, WHEEL_CALLS, folder, environment)
     yield "all", time.perf_counter() - began
 
 

@@ -105,8 +105,8 @@ def build(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Kernels of one function and type, such as attention_bfloat16; repeatable. "
-            "A first call of it then compiles nothing. Default: all."
+            help="Compile the operators and the kernels of one function and type, such as "
+            "attention_bfloat16; repeatable. Default: all kernels."
         ),
     ] = None,
 ) -> None:
@@ -122,7 +122,7 @@ def build(
         raise typer.BadParameter("expected one of --package and --out, got both")
     folder = extension.PACKAGE if package else out
     if only and folder is not None:
-        raise typer.BadParameter("--only: expected neither --package nor --out beside it")
+        raise typer.BadParameter("expected --only without --package and --out")
     for name in only or ():
         if name not in extension.names_of_kernels():
             known = ", ".join(extension.names_of_kernels())
@@ -140,8 +140,8 @@ def build(
         typer.echo(f"Compiling for {' '.join(names)} with {nvcc.path}")
         sys.stdout.flush()
         if only:
-            for kernels in (extension.OPERATORS, *only):
-                path = library.build_part(kernels, nvcc, names)
+            for component in (extension.OPERATORS, *only):
+                path = library.build_component(component, nvcc, names)
             _build_host()
         elif folder is None:
             path = library.build_into_cache(nvcc, names)
@@ -198,7 +198,7 @@ def export(
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
     if compiled is None:
-        typer.echo("No compiled part: none is here with all kernels (megasoftmax build makes it)")
+        typer.echo("No compiled part with all kernels: `megasoftmax build` compiles it")
 
 
 @app.command("explain")

@@ -49,6 +49,8 @@ def status() -> str:
         return f"none: {_why_not}"
     if calls is not None or library.host_is_built():
         return "built"
+    if library.host_is_coming():
+        return "none: another process compiles it"
     if library.host_is_packed():
         return "none: it is unpacked from the wheel when the first call runs fused"
     return "none: it is built when the first call runs fused"

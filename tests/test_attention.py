@@ -765,6 +765,12 @@ def test_gradients_of_whole_heads(
     assert all(bits_equal(one, other) for one, other in zip(first, gradients(), strict=True))
 
 
+def _padded(bias: Tensor, first: int) -> Tensor:
+    """A view of rows of 16 more entries, from the one with this number on."""
+    rows = torch.nn.functional.pad(bias, (first, 16 - first), value=torch.nan)
+    return rows[..., first : first + bias.shape[-1]]
+
+
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -803,6 +809,8 @@ def test_rows_that_share_a_bias(
         "of other batches": {"bias": bias.detach().expand(2, -1, -1, -1).repeat_interleave(64, 0)},
         "of two entries": {"bias": normal(2, heads, *lengths, device="cuda", dtype=dtype, seed=5)},
         "of all heads": {"bias": bias.detach()[:, :1]},
+        "of rows that begin anywhere": {"bias": _padded(bias.detach(), 1)},
+        "of rows further apart": {"bias": _padded(bias.detach(), 8)},
         "of infinities": {"bias": _with_infinities((1, heads, *lengths), "cuda", dtype)},
         "of the lowest": {"bias": _lowest((1, heads, *lengths), "cuda", dtype)},
         "far from 0": {"bias": far.detach()},

@@ -20,12 +20,12 @@ cudaError_t with_type(const AttentionParams& params, Body&& body) {
 
 std::atomic<bool> are_portable_alone{false};
 
-// has_code(backend) of a launch, for backends.h.
+// has_code(Sm90{}) of a launch, for backends.h.
 template <class Params>
 auto code_for(const Params& params) {
   return [&params](Sm90) {
     bool is_there = false;
-    if (are_portable_alone) return is_there;
+    if (are_portable_alone || params.rows() == 0) return is_there;
     with_type(params, [&](auto of_type) {
       is_there = launchers<AttentionLaunchers, decltype(of_type)>().has_code_for_sm90();
       return cudaSuccess;

@@ -1,7 +1,7 @@
 #pragma once
 // The backends of attention: a folder of kernels for some GPUs, with a plan.h. Instances.h declares
-// their launches. A new backend is a folder, an enumerator of BackendId, and a line in each
-// function below. Plain host code.
+// their launches. A new backend is a folder, an enumerator of BackendId, a line in each function
+// below and, if not all GPUs run its code, a member of AttentionLaunchers. Plain host code.
 
 #include "sm80/plan.h"
 #include "sm90/plan.h"

@@ -259,7 +259,7 @@ inline constexpr AttentionHopperHeadsForwardTile kAttentionHopperHeadsForwardTil
     {        64,  256,        64,      2,             52, false},
 };
 // clang-format on
-// They are taken where a launch fills so many percent of their rounds and tiles, and a block has
+// A tile is taken where a launch fills filled_percent of its rounds and tiles, and a block has
 // enough heads after it has loaded the bias. With fewer heads, kernels that copy tiles of the bias
 // are faster than those that halve it.
 inline constexpr int kFewestMembersOfBias = 4, kFewestMembersOfHalvedBias = 96;

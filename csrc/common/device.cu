@@ -91,7 +91,8 @@ int multiprocessors_at_hand(cudaStream_t stream, int of_device) {
 int multiprocessors_at_hand(cudaStream_t, int of_device) { return of_device; }
 #endif
 
-// What all devices act as, for tests and benchmarks; null: as what they are.
+// What all devices act as, for tests and benchmarks; null: as what they are. Libraries of kernels
+// have one of their own, which stays null: launches ask it for little that a plan has not decided.
 std::atomic<const Gpu*> acted{nullptr};
 
 }  // namespace

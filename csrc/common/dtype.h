@@ -11,7 +11,7 @@ enum class DType : int32_t { kFloat16, kBFloat16, kFloat32 };
 
 __host__ __device__ constexpr int size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
-// As names of kernels have it; vector.cuh has those of all types.
+// The name of an element type in names of kernels, such as "softmax_float16". vector.cuh has them.
 template <class T>
 inline constexpr const char* kTypeName = nullptr;
 

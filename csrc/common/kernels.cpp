@@ -5,18 +5,20 @@
 #include <dlfcn.h>
 
 #include <array>
+#include <csignal>
 #include <map>
 #include <stdexcept>
 
 namespace {
 
-using OfLibrary = const void*(const char* name);
-// Writes the path of the library that has kernels, or why there is none and returns 0.
-using Find = int(const char* name, char* text, size_t size);
+using KernelLookup = const void*(const char* name);
+// Writes the path of the library that has kernels and returns 1, or why there is none and returns
+// 0. 2: the user interrupted it.
+using KernelFinder = int(const char* name, char* text, size_t size);
 
-std::atomic<Find*> find{nullptr};
+std::atomic<KernelFinder*> kernel_finder{nullptr};
 
-std::map<std::string, const void*>& of_this_library() {
+std::map<std::string, const void*>& registered_kernels() {
   static std::map<std::string, const void*> found;
   return found;
 }
@@ -27,17 +29,17 @@ std::map<std::string, const void*>& of_this_library() {
 
 // The launchers of kernels of this library, or null.
 EXPORTED const void* megasoftmax_kernels(const char* name) {
-  const auto found = of_this_library().find(name);
-  return found == of_this_library().end() ? nullptr : found->second;
+  const auto found = registered_kernels().find(name);
+  return found == registered_kernels().end() ? nullptr : found->second;
 }
 
 // For ctypes: how kernels are found that this library does not have.
-EXPORTED void megasoftmax_find_kernels_by(Find* function) { find = function; }
+EXPORTED void megasoftmax_set_kernel_finder(KernelFinder* finder) { kernel_finder = finder; }
 
 namespace megasoftmax {
 
-void add_kernels(const std::string& name, const void* launchers) {
-  of_this_library()[name] = launchers;
+void register_kernels(const std::string& name, const void* launchers) {
+  registered_kernels()[name] = launchers;
 }
 
 const void* find_kernels(const std::string& name) {
@@ -45,13 +47,18 @@ const void* find_kernels(const std::string& name) {
   const auto refuse = [&](const char* why) {
     throw std::runtime_error("kernels of " + name + ": " + why);
   };
-  if (find == nullptr) refuse("they are not in this library");
+  if (kernel_finder == nullptr) refuse("they are not in this library");
   std::array<char, 16384> text = {};
-  if (find.load()(name.c_str(), text.data(), text.size()) == 0) refuse(text.data());
+  const int answer = kernel_finder.load()(name.c_str(), text.data(), text.size());
+  if (answer == 2) {
+    std::raise(SIGINT);  // Python raises KeyboardInterrupt once it runs again
+    refuse("interrupted");
+  }
+  if (answer != 1) refuse(text.data());
   void* const library = dlopen(text.data(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) refuse(dlerror());
-  auto* const of_library = reinterpret_cast<OfLibrary*>(dlsym(library, "megasoftmax_kernels"));
-  const void* const found = of_library == nullptr ? nullptr : of_library(name.c_str());
+  auto* const lookup = reinterpret_cast<KernelLookup*>(dlsym(library, "megasoftmax_kernels"));
+  const void* const found = lookup == nullptr ? nullptr : lookup(name.c_str());
   if (found == nullptr) refuse("they are not in their library");
   return found;
 }

@@ -65,7 +65,6 @@ NVCC_FLAGS = (
 )
 # The CUDA runtime is the static one, and hidden, so that it never meets the one that torch loads.
 # libtorch has no symbol that the bindings call, but it brings in libtorch_cuda where there is one.
-# `load` adds more libraries after these flags. They are left out because nothing needs them.
 LINK_FLAGS = (
     "-Wl,--exclude-libs,ALL",
     *("-lcudart_static", "-lrt", "-ldl", "-lpthread"),
@@ -237,31 +236,31 @@ _SECONDS = {
 
 # The compiled part without kernels of one element type, which are libraries of their own.
 OPERATORS = "operators"
-# What such a library has beside its kernels.
+# Every library of kernels has these files, too.
 _COMMON = ("common/device.cu", "common/kernels.cpp")
 
 
-def sources(kernels: str | None = None) -> list[Path]:
+def sources(component: str | None = None) -> list[Path]:
     """The files to compile, the slowest first, so that no slow one is left for the end.
 
     Args:
-        kernels: OPERATORS, or one of `names_of_kernels`; None: all files.
+        component: OPERATORS, or one of `names_of_kernels`; None: all files.
     """
     files = [*CSRC.rglob("*.cu"), *CSRC.rglob("*.cpp")]
     files = [path for path in files if path.parent != CSRC / "host"]
-    if kernels is not None:
-        files = [path for path in files if _kernels_of(path) == kernels]
-        if kernels != OPERATORS:
+    if component is not None:
+        files = [path for path in files if _component_of(path) == component]
+        if component != OPERATORS:
             files += [CSRC / name for name in _COMMON]
     return sorted(sorted(files), key=seconds_to_compile, reverse=True)
 
 
 def names_of_kernels() -> list[str]:
     """Names such as softmax_float16, as csrc/common/kernels.h has them."""
-    return sorted({_kernels_of(path) for path in sources()} - {OPERATORS})
+    return sorted({_component_of(path) for path in sources()} - {OPERATORS})
 
 
-def _kernels_of(source: Path) -> str:
+def _component_of(source: Path) -> str:
     if source.parent.name != "instances":
         return OPERATORS
     return f"{source.parents[1].name}_{source.stem.rpartition('_')[2]}"
@@ -306,8 +305,14 @@ def fingerprint(*parts: str, has_kernels: bool = True) -> str:
 
 @contextmanager
 def toolchain(nvcc: Nvcc) -> Iterator[None]:
-    """Lets cpp_extension find the CUDA toolkit of `nvcc`, and ninja, until the block ends."""
+    """Lets cpp_extension find the CUDA toolkit of `nvcc`, and ninja, until the block ends.
+
+    `load` links the libraries that it is given alone: a CPU build of torch lacks others.
+    """
     from torch.utils import cpp_extension
+
+    def link_flags(given: Sequence[str], *others: object) -> list[str]:
+        return [*given, *(f"-L{path}" for path in cpp_extension.library_paths("cuda"))]
 
     # The nvcc on the PATH may be a script or a link elsewhere, without headers beside it.
     dry = subprocess.run([nvcc.path, "--dryrun", "-c", "_.cu"], capture_output=True, text=True)
@@ -315,6 +320,7 @@ def toolchain(nvcc: Nvcc) -> Iterator[None]:
     home = Path(top[1].strip()).resolve() if top else nvcc.path.parents[1]
     with (
         patch.object(cpp_extension, "CUDA_HOME", str(home)),
+        patch.object(cpp_extension, "_prepare_ldflags", link_flags),
         programs(),
     ):
         yield
@@ -323,8 +329,17 @@ def toolchain(nvcc: Nvcc) -> Iterator[None]:
 @contextmanager
 def programs() -> Iterator[None]:
     """Lets cpp_extension find ninja, for as many jobs as there are cores, until the block ends."""
-    with patch.dict(os.environ, PATH=_programs(), MAX_JOBS=str(jobs())):
+    given = {"PATH": _programs(), "MAX_JOBS": str(jobs())}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
         yield
+    finally:  # other threads may have changed other variables
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def jobs() -> int:
@@ -492,7 +507,7 @@ def progress(folder: Path, sources: Sequence[Path], what: str = "all kernels") -
     Args:
         folder: gets the object files, each with the name of its source.
         sources: the files to compile.
-        what: what they are.
+        what: the name of the build in the messages.
     """
     ended, start = threading.Event(), time.time()
     seconds = {source.stem: seconds_to_compile(source) for source in sources}

@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +36,14 @@ class Status:
 _PACKAGE_NAME = __name__.removesuffix(".build.library")  # of a copy, another than megasoftmax
 _LIBRARY = extension.PACKAGE / extension.LIBRARY_NAME
 _lock = threading.Lock()
+_compiling = threading.Lock()  # compilation changes what cpp_extension and the environment have
 _loaded: Status | None = None
 
 
 def _after_fork() -> None:
     """A process that is forked while a thread loads does not have that thread."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _compiling
+    _lock, _compiling = threading.Lock(), threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -52,8 +53,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def load() -> Status:
     """Loads the compiled part, building it first where that is possible; at most once per process.
 
-    The first CUDA tensor calls it. Warns when nothing can be loaded. What is built has no kernels:
-    those of a family and element type are built when a call first needs them.
+    The first CUDA tensor calls it. Warns when nothing can be loaded. Builds the operators alone.
+    Kernels of a family and element type are built when a call first needs them.
     """
     global _loaded
     if _loaded is None:
@@ -73,7 +74,7 @@ def status() -> Status:
     if _loaded is not None:
         return _loaded
     try:
-        path = _find()
+        path = find_whole() or _find_component(extension.OPERATORS)
         if path is not None:
             return Status(True, path)
         _check_first_use()
@@ -122,7 +123,7 @@ def plans() -> ctypes.CDLL:
     flags = [*extension.CXX_FLAGS]
 
     def compile_into(folder: Path) -> Path:
-        with extension.programs():
+        with _compiling, extension.programs():
             return _compile("megasoftmax_plans", sources, folder, extra_cflags=flags)
 
     key = extension.fingerprint(torch.__version__, *flags, has_kernels=False)
@@ -199,7 +200,7 @@ def _compile_host(folder: Path) -> Path:
     sources = sorted(extension.CSRC.glob("host/*.cpp"))
     if not sources:
         raise BuildError(f"{extension.CSRC / 'host'} has no sources")
-    with extension.programs():
+    with _compiling, extension.programs():
         # A file for each of at most two jobs includes the sources: reading torch's headers takes
         # longer than compiling what follows. So names that the sources keep to themselves differ
         # from each other.
@@ -262,11 +263,12 @@ def _soabi() -> str:
 
 def _load() -> Status:
     try:
-        path = _find() or _find_or_build(extension.OPERATORS)
+        path = find_whole() or _find_or_build(extension.OPERATORS)
         torch.ops.load_library(path)
         compiled = ctypes.CDLL(str(path))
         compiled.megasoftmax_register(_PACKAGE_NAME.encode())
-        compiled.megasoftmax_find_kernels_by(_find_kernels)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_find_kernels))  # for as long as the library
+        compiled.megasoftmax_set_kernel_finder(_find_kernels)
     except (BuildError, OSError, AttributeError) as error:  # the last: compiled from other sources
         # One beside the package is taken before that of the cache.
         command = "build --package" if _LIBRARY.exists() else "build"
@@ -310,12 +312,9 @@ def build_into_cache(nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
     """
 
     def compile_into(folder: Path) -> Path:
-        wait = _start_host()
-        try:
-            log = folder.with_name("log")  # a failure removes the folder, and not the log
-            return build_into(folder, folder / "objects", nvcc, names, log)
-        finally:
-            wait()
+        _start_host()
+        log = folder.with_name("log")  # a failure removes the folder, and not the log
+        return build_into(folder, folder / "objects", nvcc, names, log)
 
     return cache.keep("megasoftmax", _key(names), compile_into)
 
@@ -328,22 +327,25 @@ def build_into(
         return extension.build(folder, objects, nvcc, names, log)
 
 
-def build_part(kernels: str, nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
-    """Builds the operators without kernels or some kernels, as `build_into_cache` builds all.
+def build_component(component: str, nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
+    """Builds the operators, or the kernels of one family and element type, into the cache.
 
     Args:
-        kernels: as `extension.sources` takes it.
-        names: architectures, likewise.
+        component: as `extension.sources` takes it.
+        names: architectures, as `build_into_cache` takes them.
 
     Raises:
-        BuildError: likewise.
+        BuildError: as of `build_into_cache`.
     """
-    sources = extension.sources(kernels)
+    sources = extension.sources(component)
 
     def compile_into(folder: Path) -> Path:
-        if kernels == extension.OPERATORS:
-            _start_host()
-        with extension.toolchain(nvcc), extension.progress(folder, sources, kernels):
+        _start_host()
+        with (
+            _compiling,
+            extension.toolchain(nvcc),
+            extension.progress(folder, sources, component),
+        ):
             return _compile(
                 "megasoftmax",
                 sources,
@@ -353,66 +355,80 @@ def build_part(kernels: str, nvcc: extension.Nvcc, names: Sequence[str]) -> Path
                 extra_ldflags=[*extension.LINK_FLAGS],
             )
 
-    return cache.keep(f"megasoftmax-{kernels}", _key(names), compile_into)
+    return cache.keep(f"megasoftmax-{component}", _key(names), compile_into)
 
 
-def _find_or_build(kernels: str) -> Path:
-    """`build_part` for this machine's GPUs, unless an earlier run did."""
-    found = cache.find(f"megasoftmax-{kernels}", _key(_architectures_of_these_gpus()))
+def _find_component(component: str) -> Path | None:
+    """What `build_component` built for this machine's GPUs."""
+    names = _architectures_of_these_gpus()
+    return cache.find(f"megasoftmax-{component}", _key(names)) if names else None
+
+
+def _find_or_build(component: str) -> Path:
+    """`build_component` for this machine's GPUs, unless an earlier run did."""
+    found = _find_component(component)
     if found is not None:
         return found
     nvcc = _check_first_use()
-    return build_part(kernels, nvcc, extension.architectures(nvcc.version, these_gpus()))
+    return build_component(component, nvcc, extension.architectures(nvcc.version, these_gpus()))
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t)
 def _find_kernels(name: bytes, text: Any, size: int) -> int:
-    """For csrc/common/kernels.cpp: the library of kernels, built first where that is needed."""
-    try:
-        found, answer = 1, os.fsencode(_find_or_build(name.decode()))
-    except Exception as error:  # ctypes would print it and go on
-        found, answer = 0, str(error).encode()
-    answer = answer[: size - 1] + b"\0"
-    ctypes.memmove(text, answer, len(answer))
-    return found
+    """For csrc/common/kernels.cpp: the library of kernels, built first where that is needed.
+
+    What it raised, ctypes would print and forget. A build that failed is not tried again.
+
+    Returns:
+        1 and the path in `text`; 0 and the reason; or _INTERRUPTED.
+    """
+    kernels = name.decode()
+    if kernels not in _why_no_kernels:
+        try:
+            path = os.fsencode(_find_or_build(kernels))
+            ctypes.memmove(text, path + b"\0", len(path) + 1)
+            return 1
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        except BaseException as error:
+            command = f"python -m megasoftmax build --only {kernels}"
+            why = _why_no_kernels[kernels] = f"{error}. `{command}` compiles them"
+    else:
+        why = _why_no_kernels[kernels]
+    # As much of it as there is room for, in whole characters.
+    answer = why.encode(errors="replace")[: size - 1].decode(errors="ignore").encode()
+    ctypes.memmove(text, answer + b"\0", len(answer) + 1)
+    return 0
+
+
+_why_no_kernels: dict[str, str] = {}
+_INTERRUPTED = 2  # the library raises the signal again, when Python's code has returned
 
 
 _host_process: subprocess.Popen[bytes] | None = None
 
 
 def host_is_coming() -> bool:
-    """Whether another process compiles it that this one has started."""
+    """Whether a process that this one started still compiles the C++ part of the host."""
     return _host_process is not None and _host_process.poll() is None
 
 
-def _start_host() -> Callable[[], object]:
-    """Has another process build the C++ part of the host, if need be; returns what waits for it.
+def _start_host() -> None:
+    """Has another process build the C++ part of the host, if need be.
 
-    `host` waits too, and tells what went wrong. This process could not tell two outputs of ninja
+    `host` waits for it, and tells what went wrong. This process could not tell two outputs of ninja
     apart.
     """
     global _host_process
     command = [sys.executable, "-c", "from megasoftmax.build import library; library.host()"]
     path = os.pathsep.join([str(extension.PACKAGE.parent), *filter(None, sys.path)])
     is_wanted = _PACKAGE_NAME == "megasoftmax" and os.environ.get("MEGASOFTMAX_HOST") != "0"
-    if not is_wanted or host_is_built() or host_is_packed():
-        return lambda: None
+    if not is_wanted or host_is_coming() or host_is_built() or host_is_packed():
+        return
     quiet = subprocess.DEVNULL
     environment = os.environ | {"PYTHONPATH": path}
     _host_process = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment)
     atexit.register(_host_process.terminate)
-    return _host_process.wait
-
-
-def _find() -> Path | None:
-    """The library with all kernels, or that of the operators in the cache; else None.
-
-    Raises:
-        BuildError: others could have written the one in the cache.
-    """
-    names = _architectures_of_these_gpus()
-    operators = f"megasoftmax-{extension.OPERATORS}"
-    return find_whole() or (cache.find(operators, _key(names)) if names else None)
 
 
 def find_whole() -> Path | None:

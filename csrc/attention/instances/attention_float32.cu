@@ -3,5 +3,5 @@
 namespace megasoftmax {
 template cudaError_t attention_forward_instance<float>(const ForwardLaunch&, cudaStream_t);
 template cudaError_t attention_backward_instance<float>(const BackwardLaunch&, cudaStream_t);
-const HasKernelsOf<AttentionLaunchers, float> has_kernels(kAttentionLaunchers<float>);
+const KernelRegistration<AttentionLaunchers, float> registration(kAttentionLaunchers<float>);
 }  // namespace megasoftmax

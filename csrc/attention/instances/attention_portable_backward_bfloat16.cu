@@ -5,5 +5,6 @@ template cudaError_t launch_backward_with<__nv_bfloat16, BiasKind::kNone>(const 
                                                                           cudaStream_t);
 template cudaError_t launch_backward_with<__nv_bfloat16, BiasKind::kSoftcap>(const BackwardLaunch&,
                                                                              cudaStream_t);
-template cudaError_t launch_small<__nv_bfloat16>(Sm80, const BackwardLaunch&, cudaStream_t);
+template cudaError_t launch_small_backward<__nv_bfloat16>(Sm80, const BackwardLaunch&,
+                                                          cudaStream_t);
 }  // namespace megasoftmax

@@ -5,5 +5,5 @@ template cudaError_t launch_backward_with<__half, BiasKind::kNone>(const Backwar
                                                                    cudaStream_t);
 template cudaError_t launch_backward_with<__half, BiasKind::kSoftcap>(const BackwardLaunch&,
                                                                       cudaStream_t);
-template cudaError_t launch_small<__half>(Sm80, const BackwardLaunch&, cudaStream_t);
+template cudaError_t launch_small_backward<__half>(Sm80, const BackwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

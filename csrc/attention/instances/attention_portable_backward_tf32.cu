@@ -5,5 +5,5 @@ template cudaError_t launch_backward_with<Tf32, BiasKind::kNone>(const BackwardL
                                                                  cudaStream_t);
 template cudaError_t launch_backward_with<Tf32, BiasKind::kSoftcap>(const BackwardLaunch&,
                                                                     cudaStream_t);
-template cudaError_t launch_small<Tf32>(Sm80, const BackwardLaunch&, cudaStream_t);
+template cudaError_t launch_small_backward<Tf32>(Sm80, const BackwardLaunch&, cudaStream_t);
 }  // namespace megasoftmax

@@ -3,5 +3,5 @@
 namespace megasoftmax {
 template cudaError_t attention_forward_instance<Tf32>(const ForwardLaunch&, cudaStream_t);
 template cudaError_t attention_backward_instance<Tf32>(const BackwardLaunch&, cudaStream_t);
-const HasKernelsOf<AttentionLaunchers, Tf32> has_kernels(kAttentionLaunchers<Tf32>);
+const KernelRegistration<AttentionLaunchers, Tf32> registration(kAttentionLaunchers<Tf32>);
 }  // namespace megasoftmax

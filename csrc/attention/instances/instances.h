@@ -16,14 +16,14 @@ cudaError_t attention_forward_instance(const ForwardLaunch& launch, cudaStream_t
 template <class T>
 cudaError_t attention_backward_instance(const BackwardLaunch& launch, cudaStream_t stream);
 
-// Those of a backend: backward, gradients of keys and values, and sums of those of queries. What
-// rows need is there. Kernels for one kind of bias compile beside those for others.
+// Those of a backend: backward, gradients of keys and values, and sums of those of queries, after
+// the launch that prepares rows. Kernels for different kinds of bias are in different files.
 template <class T>
 cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t stream);
 template <class T, BiasKind kBias>
 cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stream);
 template <class T>
-cudaError_t launch_small(Sm80, const BackwardLaunch& launch, cudaStream_t stream);
+cudaError_t launch_small_backward(Sm80, const BackwardLaunch& launch, cudaStream_t stream);
 template <class T, HopperBias kBias>
 cudaError_t launch_forward_with(const ForwardLaunch& launch, cudaStream_t stream);
 template <class T, HopperBias kBias>
@@ -32,7 +32,7 @@ template <class T>
 cudaError_t launch_heads(Sm90, const ForwardLaunch& launch, cudaStream_t stream);
 template <class T>
 cudaError_t launch_heads(Sm90, const BackwardLaunch& launch, cudaStream_t stream);
-// dB in order, or its parts. What rows need is there.
+// The gradient of a bias in order, or its parts, after the launch that prepares rows.
 template <class T>
 cudaError_t launch_bias_gradient(Sm80, const BackwardLaunch& launch, cudaStream_t stream);
 template <class T>
@@ -59,7 +59,7 @@ cudaError_t with_bias_kind(const AttentionParams& params, Body&& body) {
   return cudaErrorInvalidValue;
 }
 
-// Likewise of one of Hopper's.
+// Calls body.operator()<bias>() for a launch of Hopper's kernels.
 template <class Body>
 cudaError_t with_hopper_bias(HopperBias bias, Body&& body) {
   switch (bias) {
@@ -98,7 +98,8 @@ cudaError_t launch_backward(Sm90, const BackwardLaunch& launch, cudaStream_t str
 
 template <class T>
 cudaError_t launch_backward(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
-  if (launch.plan.kernel == BackwardKernel::kSmall) return launch_small<T>(Sm80{}, launch, stream);
+  if (launch.plan.kernel == BackwardKernel::kSmall)
+    return launch_small_backward<T>(Sm80{}, launch, stream);
   return with_bias_kind<T>(launch.params, [&]<BiasKind kBias>() {
     return launch_backward_with<T, kBias>(launch, stream);
   });

@@ -250,8 +250,8 @@ __global__ void __launch_bounds__(kAttentionBiasGradientTiles[kIndex].threads(),
   }
 }
 
-// Adds up the parts of dB. A thread has four entries. If parts are many, the warps of a block have
-// the same entries, and each adds some of the parts.
+// Adds up the parts of dB. A thread has four entries. With more parts than kMostBiasPartsOfThread,
+// the warps of a block have the same entries, and each adds some of the parts.
 inline constexpr int kThreadsOfBiasParts = 256, kMostBiasPartsOfThread = 8;
 __host__ __device__ inline int entries_of_bias_part_block(const AttentionBackwardParams& params) {
   return 4 * (params.bias_parts > kMostBiasPartsOfThread ? 32 : kThreadsOfBiasParts);
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreadsOfBiasParts)
   __shared__ float4 of_warps[kWarps][32];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int entries = entries_of_bias_part_block(params);
-  const bool shares = entries == 4 * 32;
+  const bool shares = params.bias_parts > kMostBiasPartsOfThread;
   const int64_t count = params.bias_entries();
   const int64_t first =
       int64_t{blockIdx.x} * entries + (shares ? lane : static_cast<int>(threadIdx.x)) * 4;

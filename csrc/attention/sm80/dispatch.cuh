@@ -86,7 +86,7 @@ cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t strea
 }
 
 template <class T>
-cudaError_t launch_small(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_small_backward(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     return with_regime(kAttentionSmallTiles, launch.plan.tile, [&]<int kIndex>() {
       return launch_small(attention_small_backward_kernel<T, kIndex>, launch, stream);
@@ -128,7 +128,6 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
   });
 }
 
-// The gradient of a bias in order, or its parts. What rows need is there.
 template <class T>
 cudaError_t launch_bias_gradient(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
   AttentionBackwardParams params = launch.params;

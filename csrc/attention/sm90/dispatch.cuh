@@ -294,8 +294,9 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
       };
       const HopperMask mask = hopper_mask(params);
       const auto launch_with_mask = [&]<HopperMask kMask>() {
-        // Others take turns wherever params.turns is given. Those above a head dimension of 128
-        // have instances for OrderOfTurns::kFirstKeysFirst, which would cost the others time.
+        // Instances without kHasTurns take turns, too, if params.turns is given. Above a head
+        // dimension of 128, those with it have OrderOfTurns::kFirstKeysFirst, which would make the
+        // others slower.
         constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
         constexpr bool kHasInstanceForTurns =
             !kIsWide && (is_bias(kBias) || kMask == HopperMask::kAny);

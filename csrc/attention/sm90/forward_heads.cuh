@@ -121,7 +121,7 @@ class BiasOfLane {
     const Pack<T, 2> pair{word};
     return {fmaf(pair[0], kLog2E, -offset), fmaf(pair[1], kLog2E, -offset)};
   }
-  // Of a group of 8 keys, from the first one of `load` on.
+  // The first key of a group of 8, from first_key of `load` on.
   __device__ static constexpr int key_of(int group) {
     return (group / kKeptN * kN + group % kKeptN) * 8;
   }
@@ -167,8 +167,8 @@ class BiasOfLane {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) words_[i] = are_there[i % 2] ? words_[i] : 0;
   }
-  // Of rows at multiples of 16 bytes. A lane loads 8 entries at a time, which pass through shared
-  // memory to the lanes that keep them.
+  // Of rows that begin at multiples of 16 bytes. A lane loads 8 entries at a time, which pass
+  // through shared memory to the lanes that keep them.
   __device__ __forceinline__ void load_vectors(const AttentionParams& params,
                                                const BiasRows<T>& bias, uint32_t room,
                                                int first_query, int first_key) {

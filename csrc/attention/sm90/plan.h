@@ -139,7 +139,7 @@ inline OrderOfTurns hopper_order_of_turns(const AttentionBackwardParams& params,
       params.batches * params.key_heads * divide_up<int64_t>(params.keys, tile.keys());
   const bool is_faster = params.window_right >= 0 && params.heads_per_key_head.divisor > 1 &&
                          blocks > device.multiprocessors;
-  // Kernels above a head dimension of 128 know masks of pairs alone.
+  // Above a head dimension of 128 no kernel has this order with a mask.
   const bool has_kernel = !tile.is_wide() || hopper_mask(params) == HopperMask::kNone;
   return is_faster && has_kernel && may_alternate(hopper_bias(params), hopper_mask(params))
              ? OrderOfTurns::kFirstKeysFirst

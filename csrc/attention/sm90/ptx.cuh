@@ -309,7 +309,7 @@ __device__ inline uint64_t narrow_matrix_at(uint32_t address) {
   return encoded_address | uint64_t{1} << 16 | uint64_t{512 >> 4} << 32 | uint64_t{2} << 62;
 }
 
-// Of a matrix of so many columns, 32 or 64.
+// The descriptor of a matrix of 32 or 64 columns.
 template <int kColumns>
 __device__ inline uint64_t rows_at(uint32_t address) {
   return kColumns == 32 ? narrow_matrix_at(address) : matrix_at(address, 16);

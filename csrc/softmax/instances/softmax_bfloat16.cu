@@ -1,5 +1,6 @@
 #include "instances.h"
 
 namespace megasoftmax {
-const HasKernelsOf<SoftmaxLaunchers, __nv_bfloat16> has_kernels(kSoftmaxLaunchers<__nv_bfloat16>);
+const KernelRegistration<SoftmaxLaunchers, __nv_bfloat16> registration(
+    kSoftmaxLaunchers<__nv_bfloat16>);
 }  // namespace megasoftmax

@@ -1,5 +1,5 @@
 #include "instances.h"
 
 namespace megasoftmax {
-const HasKernelsOf<SoftmaxLaunchers, __half> has_kernels(kSoftmaxLaunchers<__half>);
+const KernelRegistration<SoftmaxLaunchers, __half> registration(kSoftmaxLaunchers<__half>);
 }  // namespace megasoftmax

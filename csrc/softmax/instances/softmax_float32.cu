@@ -1,5 +1,5 @@
 #include "instances.h"
 
 namespace megasoftmax {
-const HasKernelsOf<SoftmaxLaunchers, float> has_kernels(kSoftmaxLaunchers<float>);
+const KernelRegistration<SoftmaxLaunchers, float> registration(kSoftmaxLaunchers<float>);
 }  // namespace megasoftmax

@@ -1,5 +1,5 @@
 #include "instances.h"
 
 namespace megasoftmax {
-const HasKernelsOf<TopkLaunchers, __nv_bfloat16> has_kernels(kTopkLaunchers<__nv_bfloat16>);
+const KernelRegistration<TopkLaunchers, __nv_bfloat16> registration(kTopkLaunchers<__nv_bfloat16>);
 }  // namespace megasoftmax

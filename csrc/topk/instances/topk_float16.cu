@@ -1,5 +1,5 @@
 #include "instances.h"
 
 namespace megasoftmax {
-const HasKernelsOf<TopkLaunchers, __half> has_kernels(kTopkLaunchers<__half>);
+const KernelRegistration<TopkLaunchers, __half> registration(kTopkLaunchers<__half>);
 }  // namespace megasoftmax

@@ -1,5 +1,5 @@
 #include "instances.h"
 
 namespace megasoftmax {
-const HasKernelsOf<TopkLaunchers, float> has_kernels(kTopkLaunchers<float>);
+const KernelRegistration<TopkLaunchers, float> registration(kTopkLaunchers<float>);
 }  // namespace megasoftmax
