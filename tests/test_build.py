@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -766,8 +767,12 @@ def test_interrupt_of_a_build_of_kernels_is_raised_again(ask, small_libraries, m
 
     call = ask("operators")
     monkeypatch.setattr(library, "_find_or_build", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        call(library._find_kernels)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(library._find_kernels)
+    finally:
+        signal.signal(signal.SIGINT, before)
     monkeypatch.setattr(library, "_find_or_build", lambda _: small_libraries / "kernels.so")
     assert call()[0] == 42  # which is tried again
 

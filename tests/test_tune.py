@@ -285,11 +285,12 @@ def test_library_of_other_sources_keeps_its_thresholds(compiled):
 def test_loading_the_library_loads_the_file(plans, compiled, monkeypatch):
     write(compiled)
     monkeypatch.setattr(library, "_loaded", None)
-    monkeypatch.setattr(library, "_find", lambda: compiled)
+    monkeypatch.setattr(library, "find_whole", lambda: compiled)
     monkeypatch.setattr(library.torch.ops, "load_library", lambda path: None)
 
     class Compiled:
         megasoftmax_register = staticmethod(lambda name: None)
+        megasoftmax_set_kernel_finder = staticmethod(lambda finder: None)
         megasoftmax_set_min_rows = plans.megasoftmax_set_min_rows
 
     monkeypatch.setattr(library.ctypes, "CDLL", lambda path: Compiled)
