@@ -7,9 +7,11 @@ The first goes from `pip install` on and writes results/install.csv. The environ
 the packages of this Python, and its PATH has no compiler. MB are 1,000,000 bytes of the wheel.
 
 The second takes this checkout, and writes results/first_use.csv: a new process for each function,
-whose cache is empty, so that its first call compiles. `cores` are those that compile.
+whose cache is empty, so that its first call compiles. `cores` are those that compile. Without a
+GPU it compiles what these calls would, for GPUs of some architectures.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -52,6 +54,16 @@ CALLS = {
         "megasoftmax.attention(query, key, value, bias=bias, fused=True).sum().backward()"
     ),
 }
+# What these calls compile, and for which GPUs where there is none.
+COMPONENTS = dict(
+    zip(CALLS, ("softmax_bfloat16", "topk_bfloat16", "attention_bfloat16"), strict=True)
+)
+ARCHITECTURES = ("8.6", "9.0a")
+BUILD = """
+from megasoftmax.build import extension, library
+for component in (extension.OPERATORS, {component!r}):
+    library.build_component(component, extension.check_tools(), ({architecture!r},))
+"""
 WHEEL_CALLS = ("first softmax", "first attention, forward and backward")
 
 
@@ -80,10 +92,17 @@ def main(
 
 def first_uses(folder: Path) -> Iterator[tuple[str, float]]:
     """The first call of each function where nothing was compiled before, and its seconds."""
-    for step in CALLS:
+    has_gpu = torch.cuda.is_available()
+    for architecture, step in itertools.product([""] if has_gpu else ARCHITECTURES, CALLS):
         cache = tempfile.mkdtemp(dir=folder)
         environment = os.environ | {"TORCH_EXTENSIONS_DIR": cache, "PYTHONPATH": str(measured.ROOT)}
-        yield [*laps(sys.executable, [step], folder, environment)][-1]
+        if has_gpu:
+            yield [*laps(sys.executable, [step], folder, environment)][-1]
+            continue
+        script = BUILD.format(component=COMPONENTS[step], architecture=architecture)
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", script], env=environment, cwd=folder, check=True)
+        yield f"{step}, compiled for {architecture}", time.perf_counter() - began
 
 
 def laps(
