@@ -6,8 +6,8 @@ python benchmarks/bench_install.py
 The first goes from `pip install` on and writes results/install.csv. The environment is new but for
 the packages of this Python, and its PATH has no compiler. MB are 1,000,000 bytes of the wheel.
 
-The second takes this checkout, and writes results/first_use.csv: a new process for each function,
-whose cache is empty, so that its first call compiles. `cores` are those that compile. Without a
+The second takes this checkout, and writes results/first_use.csv: a new process for each call, whose
+cache is empty, so that it compiles. `cores` are those that compile. Without a
 GPU it compiles what these calls would, for GPUs of some architectures.
 """
 
@@ -51,17 +51,24 @@ CALLS = {
     "first softmax": "megasoftmax.softmax(scores, causal=True, fused=True)",
     "first softmax_topk": "megasoftmax.softmax_topk(scores, 8, fused=True)",
     "first attention, forward and backward": (
+        "megasoftmax.attention(query.requires_grad_(), key, value, fused=True).sum().backward()"
+    ),
+    "first attention with a bias, forward and backward": (
         "megasoftmax.attention(query, key, value, bias=bias, fused=True).sum().backward()"
     ),
 }
 # What these calls compile, and for which GPUs where there is none.
 COMPONENTS = dict(
-    zip(CALLS, ("softmax_bfloat16", "topk_bfloat16", "attention_bfloat16"), strict=True)
+    zip(
+        CALLS,
+        (["softmax"], ["topk"], ["attention"], ["attention", "attention_biased"]),
+        strict=True,
+    )
 )
 ARCHITECTURES = ("8.6", "9.0a")
 BUILD = """
 from megasoftmax.build import extension, library
-for component in (extension.OPERATORS, {component!r}):
+for component in (extension.OPERATORS, *{names!r}):
     library.build_component(component, extension.check_tools(), ({architecture!r},))
 """
 WHEEL_CALLS = ("first softmax", "first attention, forward and backward")
@@ -99,7 +106,8 @@ def first_uses(folder: Path) -> Iterator[tuple[str, float]]:
         if has_gpu:
             yield [*laps(sys.executable, [step], folder, environment)][-1]
             continue
-        script = BUILD.format(component=COMPONENTS[step], architecture=architecture)
+        names = [f"{group}_bfloat16" for group in COMPONENTS[step]]
+        script = BUILD.format(names=names, architecture=architecture)
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", script], env=environment, cwd=folder, check=True)
         yield f"{step}, compiled for {architecture}", time.perf_counter() - began

@@ -105,8 +105,8 @@ def build(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Compile the operators and the kernels of one function and type, such as "
-            "attention_bfloat16; repeatable. Default: all kernels."
+            help="Compile the operators and one library of kernels, such as attention_bfloat16; "
+            "repeatable. Default: all kernels."
         ),
     ] = None,
 ) -> None:

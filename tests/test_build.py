@@ -52,10 +52,8 @@ OTHER_TYPES = re.compile(r"\w+_(float16|float32|tf32)")
 # script adds. Only the run without the option checks the shared memory that they declare.
 # The others end when the compiler's front-end has instantiated their templates.
 READ_BY_PTXAS = re.compile(
-    r"attention_((hopper|portable)_(\w+_)?backward_float16|portable_forward_float32)"
+    r"attention_(\w+_)?backward_float16|attention_(portable|biased)_forward_float32"
 )
-# They have launchers of all kernels of a type, and no kernel.
-LAUNCHER_FILES = re.compile(r"(softmax|topk)_(b?float16|float32)")
 EMPTY_KERNEL = """\
 template <int>
 __global__ void empty() {}
@@ -211,7 +209,7 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
             other = source.with_name(source.name.replace("_float16", "_bfloat16"))
             kernels = _kernels(source, objects)
             assert kernels == _kernels(other, objects)
-            assert kernels or LAUNCHER_FILES.fullmatch(source.stem)
+            assert kernels
         # Plans count on it: see tests/test_gpus.py.
         zeros = ZERO_BYTES if source.name.startswith("softmax_") else 0
         assert _declared(logs[source], zeros) <= _allowed(source, "Declared"), source
@@ -230,8 +228,7 @@ def test_library_builds_with_any_torch_and_no_kernel_spills_more_than_allowed(
         assert not _without_registers(logs[source])
         # Functions that are not inlined are reported too.
         assert count >= logs[source].count("Compiling entry function")
-        is_of_kernels = source.parent.name == "instances"
-        assert count > 0 or not is_of_kernels or LAUNCHER_FILES.fullmatch(source.stem)
+        assert count > 0 or source.parent.name != "instances"
         found += spilled
     if found:
         text = "\n".join(found)
@@ -664,24 +661,21 @@ LAUNCHERS = """
 
 namespace megasoftmax {{
 template <>
-inline constexpr const char* kTypeName<float> = "float32";
-struct Launchers {{
-  static constexpr const char* kFamily = "softmax";
-  int (*answer)();
-}};
+inline constexpr const char* kTypeName<float> = name_of(DType::kFloat32);
 {}
 }}  // namespace megasoftmax
 """
 KERNEL_SOURCE = """
 int answer() { return 42; }
-constexpr Launchers kLaunchers = {answer};
-const KernelRegistration<Launchers, float> registration(kLaunchers);
+const Registration<float, int()> registration("softmax_forward", answer);
 """
 OPERATOR_SOURCE = """
+Launchers<int()> answers("softmax_forward");
+
 extern "C" __attribute__((visibility("default"))) int ask(char* text) {
   text[0] = 0;
   try {
-    return launchers<Launchers, float>().answer();
+    return answers.of(DType::kFloat32)();
   } catch (const std::exception& error) {
     text[std::string(error.what()).copy(text, 19999)] = 0;
     return -1;
@@ -736,8 +730,8 @@ def test_kernels_are_built_when_a_call_first_needs_them(ask, small_libraries, mo
 
     monkeypatch.setattr(library, "_find_or_build", build)
     call = ask("operators")
-    assert call() == (-1, "kernels of softmax_float32: they are not in this library")
-    text = "kernels of softmax_float32: they are not in their library"
+    assert call() == (-1, "kernels of softmax_forward_float32: they are not in this library")
+    text = "kernels of softmax_forward_float32: they are not in their library"
     assert call(library._find_kernels) == (-1, text)
     assert [call()[0] for _ in range(2)] == [42, 42]
     assert built == ["softmax_float32"] * 2
@@ -756,7 +750,9 @@ def test_kernels_that_cannot_be_built_are_an_error_and_tried_once(ask, monkeypat
     for find in (library._find_kernels, None):
         code, text = call(find)
         assert code == -1
-        expected = f"kernels of softmax_float32: {reason}. `python -m megasoftmax build --only"
+        expected = (
+            f"kernels of softmax_forward_float32: {reason}. `python -m megasoftmax build --only"
+        )
         assert text.startswith(expected.encode(errors="replace").decode()[:200])
     assert len(built) == 1
 
@@ -786,22 +782,33 @@ def test_library_of_kernels_that_cannot_be_loaded_is_an_error(ask, monkeypatch, 
     monkeypatch.setattr(library, "_find_or_build", lambda kernels: missing)
     code, text = ask("operators")(library._find_kernels)
     assert code == -1
-    assert re.match(rf"kernels of softmax_float32: {missing}: cannot open", text)
+    assert re.match(rf"kernels of softmax_forward_float32: {missing}: cannot open", text)
 
 
-def test_each_file_of_instances_is_of_kernels_that_are_registered_once():
-    pattern = re.compile(r"KernelRegistration<(\w+)Launchers, (\w+)>")
+def test_each_launcher_is_registered_once_and_in_the_library_where_it_is_looked_for():
     types = {"__half": "float16", "__nv_bfloat16": "bfloat16", "float": "float32", "Tf32": "tf32"}
     files = [path for path in extension.sources() if path.parent.name == "instances"]
     registered = []
     for path in files:
-        for family, name in pattern.findall(path.read_text()):
-            registered.append(f"{family.lower()}_{types[name]}")
-            assert extension.sources(registered[-1]).count(path) == 1
-    assert sorted(registered) == extension.names_of_kernels()
-    split = [path for name in registered for path in extension.sources(name)]
-    assert set(files) < set(split)
-    assert set(extension.sources(extension.OPERATORS)) == {*extension.sources()} - {*files}
+        text = path.read_text()
+        found = re.findall(r'Registration<(\w+), \w+> \w+\(\s*"(\w+)",\s*\w+<(\w+)', text)
+        assert len(found) == text.count("Registration") > 0
+        for name, launcher, argument in found:
+            assert name == argument
+            registered.append(f"{launcher}_{types[name]}")
+            assert path in extension.sources(extension.library_of(registered[-1]))
+    assert len(registered) == len({*registered})
+    asked = "".join(path.read_text() for path in CSRC.glob("*/launch_*.cpp"))
+    names = {name.rpartition("_")[0] for name in registered}
+    assert names == {*re.findall(r'"((?:softmax|columns|topk|attention)_\w+)"', asked)}
+    libraries = [extension.OPERATORS, *extension.names_of_kernels()]
+    split = [path for name in libraries for path in extension.sources(name)]
+    assert {*split} == {*extension.sources()}
+    assert all(split.count(path) == 1 for path in files)
+    assert extension.library_of("attention_bias_parts_tf32") == "attention_tf32"
+    assert extension.library_of("attention_biased_hopper_forward_float16").startswith(
+        "attention_biased_f"
+    )
 
 
 # The cache

@@ -35,6 +35,11 @@ struct MergeParams {
 // Output and statistics become those over the keys of both. The output may be float32.
 cudaError_t attention_merge(const MergeParams& params, cudaStream_t stream);
 
+// What files of instances/ register for an element type, see common/kernels.h.
+using AttentionForwardLauncher = cudaError_t(const ForwardLaunch&, cudaStream_t);
+using AttentionBackwardLauncher = cudaError_t(const BackwardLaunch&, cudaStream_t);
+using HasHopperCode = bool();  // whether Hopper's kernels were compiled for this GPU
+
 // A launch is planned once. The plan tells the workspace, which the caller gives by
 // `launch.set_workspace`, and whether a block mask of ranges is read. The layout of
 // params.block_mask is set before, and its words may be set later.
@@ -44,7 +49,7 @@ ForwardLaunch plan_attention_forward(const AttentionForwardParams& params, cudaS
 BackwardLaunch plan_attention_backward(const AttentionBackwardParams& params,
                                        bool is_deterministic);
 
-// The type of the queries selects the instance.
+// The type of the queries selects the kernels.
 cudaError_t attention_forward(const ForwardLaunch& launch, cudaStream_t stream);
 cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream);
 

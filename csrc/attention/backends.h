@@ -1,23 +1,12 @@
 #pragma once
-// The backends of attention: a folder of kernels for some GPUs, with a plan.h. Instances.h declares
-// their launches. A new backend is a folder, an enumerator of BackendId, a line in each function
-// below and, if not all GPUs run its code, a member of AttentionLaunchers. Plain host code.
+// The backends of attention: a folder of kernels for some GPUs, with a plan.h. A new backend is a
+// folder, an enumerator of BackendId, a line in each function below, and launchers in
+// launch_attention.cpp, one of which tells whether its code runs on this GPU. Plain host code.
 
 #include "sm80/plan.h"
 #include "sm90/plan.h"
 
 namespace megasoftmax {
-
-// Calls body(Backend{}).
-template <class Body>
-auto with_backend(BackendId id, Body&& body) {
-  switch (id) {
-    case BackendId::kSm90:
-      return body(Sm90{});
-    default:
-      return body(Sm80{});
-  }
-}
 
 // The plan of the first backend that takes a launch. `has_code(backend)`: whether its kernels were
 // compiled for this GPU.

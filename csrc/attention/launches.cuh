@@ -7,6 +7,15 @@
 
 namespace megasoftmax {
 
+// Calls body.operator()<kind>() if `kind` is one of kKinds.
+template <auto... kKinds, class Kind, class Body>
+cudaError_t with_one_of(Kind kind, Body&& body) {
+  cudaError_t error = cudaErrorInvalidValue;
+  static_cast<void>(
+      ((kind == kKinds && (error = body.template operator()<kKinds>(), true)) || ...));
+  return error;
+}
+
 // Launches so many blocks for each head and batch. With more than one split, x is the split and y
 // such a block.
 template <class Params>

@@ -11,7 +11,11 @@ enum class DType : int32_t { kFloat16, kBFloat16, kFloat32 };
 
 __host__ __device__ constexpr int size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
-// The name of an element type in names of kernels, such as "softmax_float16". vector.cuh has them.
+// Element types in names of launchers, see kernels.h. vector.cuh has those of C++ types.
+constexpr const char* name_of(DType type) {
+  return type == DType::kFloat16 ? "float16" : type == DType::kBFloat16 ? "bfloat16" : "float32";
+}
+inline constexpr const char* kTf32Name = "tf32";
 template <class T>
 inline constexpr const char* kTypeName = nullptr;
 

@@ -1,8 +1,9 @@
 #pragma once
-// The kernels of a family and an element type, by names such as "softmax_float16". They are linked
-// to the operators, or lie in a library of their own, which is built and loaded when a call first
-// needs them. Compiles without nvcc.
+// Launchers of kernels by names such as "softmax_forward_float16". A launcher is linked to the
+// operators, or lies in a library of kernels, which is built and loaded when a call first needs it.
+// Compiles without nvcc.
 
+#include <array>
 #include <atomic>
 #include <string>
 
@@ -10,38 +11,41 @@
 
 namespace megasoftmax {
 
-// Registers launchers of this library, which live as long as it.
-void register_kernels(const std::string& name, const void* launchers);
+void register_launcher(const std::string& name, const void* launcher);
 
-// The launchers of the kernels of this name. Throws std::runtime_error with the reason if there are
-// none.
-const void* find_kernels(const std::string& name);
+// Throws std::runtime_error with the reason if there is none of this name.
+const void* find_launcher(const std::string& name);
 
-// The name of kernels for T.
-template <class Launchers, class T>
-std::string name_of_kernels() {
-  static_assert(kTypeName<T> != nullptr);
-  return std::string(Launchers::kFamily) + "_" + kTypeName<T>;
-}
-
-// The launchers of a family for T, a struct of pointers. They are looked for once.
-template <class Launchers, class T>
-const Launchers& launchers() {
-  // A static that the first thread initializes would make the others wait. The first thread may
-  // wait for Python's lock, which one of them may hold.
-  static std::atomic<const void*> found{nullptr};
-  if (found.load(std::memory_order_acquire) == nullptr)
-    found.store(find_kernels(name_of_kernels<Launchers, T>()), std::memory_order_release);
-  return *static_cast<const Launchers*>(found.load(std::memory_order_acquire));
-}
-
-// One file of instances for T has one of these. It includes no definitions of kernels that other
-// files instantiate, because it would compile them once more.
-template <class Launchers, class T>
-struct KernelRegistration {
-  explicit KernelRegistration(const Launchers& launchers) {
-    register_kernels(name_of_kernels<Launchers, T>(), &launchers);
+// Registers a launcher of this library for T. Files of instances/ have one or several.
+template <class T, class Launcher>
+struct Registration {
+  Registration(const std::string& name, Launcher* launcher) {
+    static_assert(kTypeName<T> != nullptr);
+    register_launcher(name + "_" + kTypeName<T>, reinterpret_cast<const void*>(launcher));
   }
+};
+
+// The launchers of one name for all element types.
+template <class Launcher>
+class Launchers {
+ public:
+  explicit constexpr Launchers(const char* name) : name_(name) {}
+
+  // Of an element type, or of TF32. It is looked for once. Throws as find_launcher.
+  Launcher& of(DType type, bool is_tf32 = false) {
+    const char* const type_name = is_tf32 ? kTf32Name : name_of(type);
+    std::atomic<const void*>& found = found_[is_tf32 ? 3 : static_cast<int>(type)];
+    // A lock would make other threads wait. The first thread may wait for Python's lock, which one
+    // of them may hold.
+    if (found.load(std::memory_order_acquire) == nullptr)
+      found.store(find_launcher(std::string(name_) + "_" + type_name), std::memory_order_release);
+    const void* const launcher = found.load(std::memory_order_acquire);
+    return *reinterpret_cast<Launcher*>(const_cast<void*>(launcher));
+  }
+
+ private:
+  const char* name_;
+  std::array<std::atomic<const void*>, 4> found_ = {};
 };
 
 }  // namespace megasoftmax

@@ -1,16 +1,12 @@
 #pragma once
-// Launching a kernel, and the one macro that hands an error up.
+// Launching a kernel.
 
 #include <cuda_runtime.h>
 
 #include <utility>
 
+#include "cuda_error.h"
 #include "limits.h"
-
-#define MEGASOFTMAX_RETURN_IF_ERROR(expression)                                        \
-  do {                                                                                 \
-    if (const cudaError_t error_ = (expression); error_ != cudaSuccess) return error_; \
-  } while (0)
 
 namespace megasoftmax {
 

@@ -22,13 +22,13 @@ struct Tf32 {
 };
 
 template <>
-inline constexpr const char* kTypeName<float> = "float32";
+inline constexpr const char* kTypeName<float> = name_of(DType::kFloat32);
 template <>
-inline constexpr const char* kTypeName<Tf32> = "tf32";
+inline constexpr const char* kTypeName<Tf32> = kTf32Name;
 template <>
-inline constexpr const char* kTypeName<__half> = "float16";
+inline constexpr const char* kTypeName<__half> = name_of(DType::kFloat16);
 template <>
-inline constexpr const char* kTypeName<__nv_bfloat16> = "bfloat16";
+inline constexpr const char* kTypeName<__nv_bfloat16> = name_of(DType::kBFloat16);
 
 template <class T>
 inline constexpr int kPackElements = 16 / sizeof(T);

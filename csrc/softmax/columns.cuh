@@ -10,6 +10,7 @@
 #include <initializer_list>
 
 #include "../common/device.h"
+#include "../common/kernels.h"
 #include "../common/launch.cuh"
 #include "columns_tile.cuh"
 #include "denominator.cuh"

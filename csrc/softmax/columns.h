@@ -38,6 +38,10 @@ struct ColumnsBackwardParams {
   DType scores_gradient_type = DType::kFloat32;
 };
 
+// What files of instances/ register for an element type, see common/kernels.h.
+using ColumnsForwardLauncher = cudaError_t(const ColumnsForwardParams&, cudaStream_t);
+using ColumnsBackwardLauncher = cudaError_t(const ColumnsBackwardParams&, cudaStream_t);
+
 cudaError_t softmax_columns_forward(const ColumnsForwardParams& params, cudaStream_t stream);
 cudaError_t softmax_columns_backward(const ColumnsBackwardParams& params, cudaStream_t stream);
 

@@ -3,18 +3,15 @@
 
 #include <algorithm>
 
+#include "../common/kernels.h"
 #include "../common/launch.cuh"
 #include "backward.cuh"
 #include "contiguous.cuh"
 #include "flat.cuh"
 #include "forward.cuh"
-#include "plan.h"
+#include "softmax.h"
 
 namespace megasoftmax {
-
-// What each file of instances/ instantiates one of, for one element type.
-using ForwardInstance = cudaError_t(const ForwardParams&, const Plan&, cudaStream_t);
-using BackwardInstance = cudaError_t(const BackwardParams&, const Plan&, cudaStream_t);
 
 // Launches persistent blocks: as many as run at a time.
 template <class Params>
@@ -110,40 +107,40 @@ cudaError_t launch_forward_with_bias(const ForwardParams& params, const Plan& pl
 }
 
 template <class T>
-cudaError_t softmax_biased_forward_instance(const ForwardParams& params, const Plan& plan,
-                                            cudaStream_t stream) {
+cudaError_t launch_softmax_biased_forward(const ForwardParams& params, const Plan& plan,
+                                          cudaStream_t stream) {
   return launch_forward_with_bias<T, NoMask>(params, plan, stream);
 }
 
 template <class T>
-cudaError_t softmax_masked_biased_forward_instance(const ForwardParams& params, const Plan& plan,
-                                                   cudaStream_t stream) {
+cudaError_t launch_softmax_biased_masked_forward(const ForwardParams& params, const Plan& plan,
+                                                 cudaStream_t stream) {
   return launch_forward_with_bias<T, BoolMask>(params, plan, stream);
 }
 
 template <class T>
-cudaError_t softmax_masked_forward_instance(const ForwardParams& params, const Plan& plan,
-                                            cudaStream_t stream) {
+cudaError_t launch_softmax_masked_forward(const ForwardParams& params, const Plan& plan,
+                                          cudaStream_t stream) {
   return launch_forward<T, BoolMask, NoBias>(params, plan, stream);
 }
 
 template <class T>
-cudaError_t softmax_forward_instance(const ForwardParams& params, const Plan& plan,
-                                     cudaStream_t stream) {
+cudaError_t launch_softmax_forward(const ForwardParams& params, const Plan& plan,
+                                   cudaStream_t stream) {
   return params.visible.are_given() ? launch_forward<T, RangeAlone, NoBias>(params, plan, stream)
                                     : launch_forward<T, NoMask, NoBias>(params, plan, stream);
 }
 
 template <class T>
-cudaError_t softmax_capped_forward_instance(const ForwardParams& params, const Plan& plan,
-                                            cudaStream_t stream) {
+cudaError_t launch_softmax_capped_forward(const ForwardParams& params, const Plan& plan,
+                                          cudaStream_t stream) {
   return launch_forward<T, NoMask, CapAlone>(params, plan, stream);
 }
 
 // Few instances, because the slowest step, the bits of dropout, is the same in all.
 template <class T>
-cudaError_t softmax_dropout_forward_instance(const ForwardParams& params, const Plan& plan,
-                                             cudaStream_t stream) {
+cudaError_t launch_softmax_dropout_forward(const ForwardParams& params, const Plan& plan,
+                                           cudaStream_t stream) {
   if (params.takes_bias_instance())
     return launch_forward_with_bias<T, Dropped<PossibleMask>>(params, plan, stream);
   return params.mask.data != nullptr
@@ -178,22 +175,22 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
 }
 
 template <class T>
-cudaError_t softmax_backward_instance(const BackwardParams& params, const Plan& plan,
-                                      cudaStream_t stream) {
+cudaError_t launch_softmax_backward(const BackwardParams& params, const Plan& plan,
+                                    cudaStream_t stream) {
   using Inputs = ProbabilitiesRead<T>;
   return !params.has_bias_gradient ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
                                    : launch_backward<Inputs, BiasGradient>(params, plan, stream);
 }
 
 template <class T>
-cudaError_t softmax_capped_backward_instance(const BackwardParams& params, const Plan& plan,
-                                             cudaStream_t stream) {
+cudaError_t launch_softmax_capped_backward(const BackwardParams& params, const Plan& plan,
+                                           cudaStream_t stream) {
   return launch_backward<CappedScoresRead<T>, NoBiasGradient>(params, plan, stream);
 }
 
 template <class T>
-cudaError_t softmax_biased_dropout_backward_instance(const BackwardParams& params, const Plan& plan,
-                                                     cudaStream_t stream) {
+cudaError_t launch_softmax_dropout_biased_backward(const BackwardParams& params, const Plan& plan,
+                                                   cudaStream_t stream) {
   const auto launch_with_bias = [&]<class Bias>() {
     using Inputs = ProbabilitiesMadeAgain<T, PossibleMask, Bias>;
     return !params.has_bias_gradient ? launch_backward<Inputs, NoBiasGradient>(params, plan, stream)
@@ -207,8 +204,8 @@ cudaError_t softmax_biased_dropout_backward_instance(const BackwardParams& param
 }
 
 template <class T>
-cudaError_t softmax_dropout_backward_instance(const BackwardParams& params, const Plan& plan,
-                                              cudaStream_t stream) {
+cudaError_t launch_softmax_dropout_backward(const BackwardParams& params, const Plan& plan,
+                                            cudaStream_t stream) {
   return params.mask.data != nullptr
              ? launch_backward<ProbabilitiesMadeAgain<T, BoolMask, NoBias>, NoBiasGradient>(
                    params, plan, stream)

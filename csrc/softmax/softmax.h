@@ -11,11 +11,15 @@ namespace megasoftmax {
 using SoftmaxForwardLaunch = RowLaunch<ForwardParams, Plan>;
 using SoftmaxBackwardLaunch = RowLaunch<BackwardParams, Plan>;
 
+// What files of instances/ register for an element type, see common/kernels.h.
+using SoftmaxForwardLauncher = cudaError_t(const ForwardParams&, const Plan&, cudaStream_t);
+using SoftmaxBackwardLauncher = cudaError_t(const BackwardParams&, const Plan&, cudaStream_t);
+
 // Prepares `params` and plans the launch.
 SoftmaxForwardLaunch plan_softmax_forward(ForwardParams params, cudaStream_t stream);
 SoftmaxBackwardLaunch plan_softmax_backward(BackwardParams params, cudaStream_t stream);
 
-// The type of the scores selects the instance, or that of the probabilities.
+// The type of the scores selects the kernels, or that of the probabilities.
 cudaError_t softmax_forward(const SoftmaxForwardLaunch& launch, cudaStream_t stream);
 cudaError_t softmax_backward(const SoftmaxBackwardLaunch& launch, cudaStream_t stream);
 

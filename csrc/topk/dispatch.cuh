@@ -4,9 +4,9 @@
 #include "../softmax/dispatch.cuh"
 #include "backward.cuh"
 #include "forward.cuh"
-#include "plan.h"
 #include "router.cuh"
 #include "tile.cuh"
+#include "topk.h"
 
 namespace megasoftmax {
 
@@ -74,8 +74,8 @@ cudaError_t launch_topk_rows(const TopkForwardParams& params, const TopkPlan& pl
 }
 
 template <class T>
-cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPlan& plan,
-                                  cudaStream_t stream) {
+cudaError_t launch_topk_forward(const TopkForwardParams& params, const TopkPlan& plan,
+                                cudaStream_t stream) {
   if (plan.regime == kTopkTile) return launch_topk_tiles<T>(params, plan, stream);
   if (plan.regime == kTopkRouter) {
     const auto launch_kernel = [&]<ChosenBy kBy>() {
@@ -95,14 +95,14 @@ cudaError_t topk_forward_instance(const TopkForwardParams& params, const TopkPla
 }
 
 template <class T>
-cudaError_t topk_capped_forward_instance(const TopkForwardParams& params, const TopkPlan& plan,
-                                         cudaStream_t stream) {
+cudaError_t launch_topk_capped_forward(const TopkForwardParams& params, const TopkPlan& plan,
+                                       cudaStream_t stream) {
   return launch_topk_rows<T, NoMask, CapAlone>(params, plan, stream);
 }
 
 template <class T>
-cudaError_t topk_backward_instance(const TopkBackwardParams& params, const TopkPlan& plan,
-                                   cudaStream_t stream) {
+cudaError_t launch_topk_backward(const TopkBackwardParams& params, const TopkPlan& plan,
+                                 cudaStream_t stream) {
   return with_policies<T>(params, [&]<class Mask, class Bias>() {
     return with_regime(kTopkBackwardRegimes, plan.regime, [&]<int kIndex>() {
       const auto launch_kernel = [&](auto kernel) {

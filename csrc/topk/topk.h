@@ -1,6 +1,6 @@
 #pragma once
 // Entry points of softmax + top-k. They launch on `stream`, allocate nothing and never synchronise.
-// The type of the logits, `scores`, selects the instance.
+// The type of the logits, `scores`, selects the kernels.
 
 #include <cuda_runtime_api.h>
 
@@ -10,6 +10,10 @@ namespace megasoftmax {
 
 using TopkForwardLaunch = RowLaunch<TopkForwardParams, TopkPlan>;
 using TopkBackwardLaunch = RowLaunch<TopkBackwardParams, TopkPlan>;
+
+// What files of instances/ register for an element type, see common/kernels.h.
+using TopkForwardLauncher = cudaError_t(const TopkForwardParams&, const TopkPlan&, cudaStream_t);
+using TopkBackwardLauncher = cudaError_t(const TopkBackwardParams&, const TopkPlan&, cudaStream_t);
 
 // Prepares `params` and plans the launch.
 TopkForwardLaunch plan_softmax_topk_forward(TopkForwardParams params, cudaStream_t stream);

@@ -202,41 +202,47 @@ MOST_FAILURE_LINES = 40  # of an error; the log has all
 # Seconds to compile files of kernels on one core of a server, for one architecture, by their names
 # without the element type.
 _SECONDS = {
-    "attention": 6,
-    "attention_bias_gradient": 20,
+    "attention_biased_backward": 15,
+    "attention_biased_dense_backward": 15,
+    "attention_biased_forward": 20,
+    "attention_biased_gradient": 20,
+    "attention_biased_hopper_backward": 35,
+    "attention_biased_hopper_forward": 30,
+    "attention_biased_hopper_gradient": 6,
+    "attention_biased_hopper_heads_forward": 15,
+    "attention_biased_hopper_table_backward": 35,
+    "attention_biased_hopper_table_forward": 30,
     "attention_hopper_backward": 30,
-    "attention_hopper_biased_backward": 35,
-    "attention_hopper_biased_forward": 30,
-    "attention_hopper_bias_gradient": 6,
     "attention_hopper_forward": 30,
-    "attention_hopper_heads": 35,
-    "attention_hopper_table_backward": 35,
-    "attention_hopper_table_forward": 30,
+    "attention_hopper_heads_backward": 20,
     "attention_portable_backward": 30,
-    "attention_portable_biased_backward": 20,
-    "attention_portable_dense_backward": 20,
-    "attention_portable_forward": 35,
+    "attention_portable_forward": 20,
+    "attention_steps": 6,
     "columns": 9,
     "softmax_backward": 30,
-    "softmax_biased_dropout_backward": 35,
     "softmax_biased_forward": 25,
+    "softmax_biased_masked_forward": 35,
     "softmax_capped_backward": 30,
     "softmax_capped_forward": 25,
     "softmax_dropout_backward": 15,
+    "softmax_dropout_biased_backward": 35,
     "softmax_dropout_forward": 25,
     "softmax_forward": 25,
-    "softmax_masked_biased_forward": 35,
     "softmax_masked_forward": 15,
-    "softmax": 4,
-    "topk": 4,
     "topk_backward": 20,
     "topk_capped_forward": 15,
     "topk_forward": 25,
 }
 
 
-# The compiled part without kernels of one element type, which are libraries of their own.
+# The compiled part without what is in instances/.
 OPERATORS = "operators"
+# Kernels whose names begin so are libraries of their own, one for each element type. A call builds
+# those that it needs.
+_GROUPS = (
+    *("attention", "attention_biased", "columns", "softmax", "softmax_biased"),
+    *("softmax_capped", "softmax_dropout", "topk", "topk_capped"),
+)
 # Every library of kernels has these files, too.
 _COMMON = ("common/device.cu", "common/kernels.cpp")
 
@@ -257,14 +263,19 @@ def sources(component: str | None = None) -> list[Path]:
 
 
 def names_of_kernels() -> list[str]:
-    """Names such as softmax_float16, as csrc/common/kernels.h has them."""
+    """The libraries of kernels, such as softmax_float16."""
     return sorted({_component_of(path) for path in sources()} - {OPERATORS})
 
 
+def library_of(launcher: str) -> str:
+    """The library of kernels that has a launcher, by its name as in csrc/common/kernels.h."""
+    name, _, element_type = launcher.rpartition("_")
+    group = max((each for each in _GROUPS if f"{name}_".startswith(f"{each}_")), key=len)
+    return f"{group}_{element_type}"
+
+
 def _component_of(source: Path) -> str:
-    if source.parent.name != "instances":
-        return OPERATORS
-    return f"{source.parents[1].name}_{source.stem.rpartition('_')[2]}"
+    return library_of(source.stem) if source.parent.name == "instances" else OPERATORS
 
 
 def seconds_to_compile(source: Path) -> float:

@@ -54,7 +54,7 @@ def load() -> Status:
     """Loads the compiled part, building it first where that is possible; at most once per process.
 
     The first CUDA tensor calls it. Warns when nothing can be loaded. Builds the operators alone.
-    Kernels of a family and element type are built when a call first needs them.
+    Kernels are built when a call first needs them.
     """
     global _loaded
     if _loaded is None:
@@ -328,7 +328,7 @@ def build_into(
 
 
 def build_component(component: str, nvcc: extension.Nvcc, names: Sequence[str]) -> Path:
-    """Builds the operators, or the kernels of one family and element type, into the cache.
+    """Builds the operators, or a library of kernels, into the cache.
 
     Args:
         component: as `extension.sources` takes it.
@@ -375,14 +375,14 @@ def _find_or_build(component: str) -> Path:
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t)
 def _find_kernels(name: bytes, text: Any, size: int) -> int:
-    """For csrc/common/kernels.cpp: the library of kernels, built first where that is needed.
+    """For csrc/common/kernels.cpp: the library of a launcher, built first where that is needed.
 
     What it raised, ctypes would print and forget. A build that failed is not tried again.
 
     Returns:
         1 and the path in `text`; 0 and the reason; or _INTERRUPTED.
     """
-    kernels = name.decode()
+    kernels = extension.library_of(name.decode())
     if kernels not in _why_no_kernels:
         try:
             path = os.fsencode(_find_or_build(kernels))

@@ -1,8 +1,7 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t launch_backward_with<__nv_bfloat16, HopperBias::kNone>(const BackwardLaunch&,
-                                                                            cudaStream_t);
-template cudaError_t launch_backward_with<__nv_bfloat16, HopperBias::kSoftcap>(
-    const BackwardLaunch&, cudaStream_t);
+const Registration<__nv_bfloat16, AttentionBackwardLauncher> registration(
+    "attention_hopper_backward",
+    launch_hopper_backward<__nv_bfloat16, HopperBias::kNone, HopperBias::kSoftcap>);
 }  // namespace megasoftmax

@@ -1,8 +1,9 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t launch_forward_with<__nv_bfloat16, HopperBias::kNone>(const ForwardLaunch&,
-                                                                           cudaStream_t);
-template cudaError_t launch_forward_with<__nv_bfloat16, HopperBias::kSoftcap>(const ForwardLaunch&,
-                                                                              cudaStream_t);
+const Registration<__nv_bfloat16, HasHopperCode> has_code("attention_hopper_code",
+                                                          has_hopper_code<__nv_bfloat16>);
+const Registration<__nv_bfloat16, AttentionForwardLauncher> registration(
+    "attention_hopper_forward",
+    launch_hopper_forward<__nv_bfloat16, HopperBias::kNone, HopperBias::kSoftcap>);
 }  // namespace megasoftmax

@@ -1,8 +1,9 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t launch_forward_with<__half, HopperBias::kNone>(const ForwardLaunch&,
-                                                                    cudaStream_t);
-template cudaError_t launch_forward_with<__half, HopperBias::kSoftcap>(const ForwardLaunch&,
-                                                                       cudaStream_t);
+const Registration<__half, HasHopperCode> has_code("attention_hopper_code",
+                                                   has_hopper_code<__half>);
+const Registration<__half, AttentionForwardLauncher> registration(
+    "attention_hopper_forward",
+    launch_hopper_forward<__half, HopperBias::kNone, HopperBias::kSoftcap>);
 }  // namespace megasoftmax

@@ -1,9 +1,6 @@
 #include "../sm80/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t launch_backward_with<__half, BiasKind::kNone>(const BackwardLaunch&,
-                                                                   cudaStream_t);
-template cudaError_t launch_backward_with<__half, BiasKind::kSoftcap>(const BackwardLaunch&,
-                                                                      cudaStream_t);
-template cudaError_t launch_small_backward<__half>(Sm80, const BackwardLaunch&, cudaStream_t);
+const Registration<__half, AttentionBackwardLauncher> registration(
+    "attention_portable_backward", launch_portable_backward<__half>);
 }  // namespace megasoftmax

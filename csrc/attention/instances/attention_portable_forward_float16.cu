@@ -1,5 +1,6 @@
 #include "../sm80/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t launch_forward<__half>(Sm80, const ForwardLaunch&, cudaStream_t);
+const Registration<__half, AttentionForwardLauncher> registration("attention_portable_forward",
+                                                                  launch_portable_forward<__half>);
 }  // namespace megasoftmax

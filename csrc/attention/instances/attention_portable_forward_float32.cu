@@ -1,5 +1,6 @@
 #include "../sm80/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t launch_forward<float>(Sm80, const ForwardLaunch&, cudaStream_t);
+const Registration<float, AttentionForwardLauncher> registration("attention_portable_forward",
+                                                                 launch_portable_forward<float>);
 }  // namespace megasoftmax

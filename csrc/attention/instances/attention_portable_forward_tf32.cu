@@ -1,5 +1,6 @@
 #include "../sm80/dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t launch_forward<Tf32>(Sm80, const ForwardLaunch&, cudaStream_t);
+const Registration<Tf32, AttentionForwardLauncher> registration("attention_portable_forward",
+                                                                launch_portable_forward<Tf32>);
 }  // namespace megasoftmax

@@ -1,7 +1,8 @@
 #pragma once
 // From a plan to one of the portable kernels.
 
-#include "../instances/instances.h"
+#include "../../common/kernels.h"
+#include "../attention.h"
 #include "../launches.cuh"
 #include "backward.cuh"
 #include "bias_gradient_in_order.cuh"
@@ -59,8 +60,30 @@ cudaError_t launch_small(void (*kernel)(Params), const Launch<Params, Plan>& lau
                              launch.plan.shared_bytes, Together::kNot, 1, stream, launch.params);
 }
 
+template <class T, BiasKind kBias>
+cudaError_t launch_forward_with(const ForwardLaunch& launch, cudaStream_t stream) {
+  const auto& [params, plan] = launch;
+  return with_tile<T, kAttentionForwardTiles, kBias>(plan.tile, [&]<int kIndex>() {
+    using Memory = ForwardMemory<T, kBias, kIndex>;
+    return launch_tiles(is_unmasked(params)
+                            ? attention_forward_kernel<T, kBias, may_be_unmasked(kBias), kIndex>
+                            : attention_forward_kernel<T, kBias, false, kIndex>,
+                        plan.splits.count * plan.row_tiles, plan.heads, params.batches,
+                        Memory::kThreads, Memory::kLayout.bytes(plan.bias_stages), stream, params);
+  });
+}
+
+// Of a launch whose bias is of one of these kinds.
+template <class T, BiasKind... kKinds>
+cudaError_t launch_tiles_forward(const ForwardLaunch& launch, cudaStream_t stream) {
+  if (launch.plan.kernel != ForwardKernel::kTiles) return cudaErrorInvalidValue;
+  return with_one_of<kKinds...>(bias_kind(launch.params), [&]<BiasKind kBias>() {
+    return launch_forward_with<T, kBias>(launch, stream);
+  });
+}
+
 template <class T>
-cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_portable_forward(const ForwardLaunch& launch, cudaStream_t stream) {
   const auto& [params, plan] = launch;
   if constexpr (sizeof(T) == 2) {
     if (plan.kernel == ForwardKernel::kWide) return launch_wide<T>(launch, stream);
@@ -72,28 +95,7 @@ cudaError_t launch_forward(Sm80, const ForwardLaunch& launch, cudaStream_t strea
       return params.bias.data != nullptr ? launch_decode<T, true>(launch, stream)
                                          : launch_decode<T, false>(launch, stream);
   }
-  if (plan.kernel != ForwardKernel::kTiles) return cudaErrorInvalidValue;
-  return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
-    return with_tile<T, kAttentionForwardTiles, kBias>(plan.tile, [&]<int kIndex>() {
-      using Memory = ForwardMemory<T, kBias, kIndex>;
-      return launch_tiles(
-          is_unmasked(params) ? attention_forward_kernel<T, kBias, may_be_unmasked(kBias), kIndex>
-                              : attention_forward_kernel<T, kBias, false, kIndex>,
-          plan.splits.count * plan.row_tiles, plan.heads, params.batches, Memory::kThreads,
-          Memory::kLayout.bytes(plan.bias_stages), stream, params);
-    });
-  });
-}
-
-template <class T>
-cudaError_t launch_small_backward(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 2) {
-    return with_regime(kAttentionSmallTiles, launch.plan.tile, [&]<int kIndex>() {
-      return launch_small(attention_small_backward_kernel<T, kIndex>, launch, stream);
-    });
-  } else {
-    return cudaErrorInvalidValue;
-  }
+  return launch_tiles_forward<T, BiasKind::kNone, BiasKind::kSoftcap>(launch, stream);
 }
 
 template <class T, BiasKind kBias>
@@ -128,13 +130,33 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
   });
 }
 
+// Of a launch whose bias is of one of these kinds.
+template <class T, BiasKind... kKinds>
+cudaError_t launch_tiles_backward(const BackwardLaunch& launch, cudaStream_t stream) {
+  return with_one_of<kKinds...>(bias_kind(launch.params), [&]<BiasKind kBias>() {
+    return launch_backward_with<T, kBias>(launch, stream);
+  });
+}
+
 template <class T>
-cudaError_t launch_bias_gradient(Sm80, const BackwardLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_portable_backward(const BackwardLaunch& launch, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (launch.plan.kernel == BackwardKernel::kSmall)
+      return with_regime(kAttentionSmallTiles, launch.plan.tile, [&]<int kIndex>() {
+        return launch_small(attention_small_backward_kernel<T, kIndex>, launch, stream);
+      });
+  }
+  return launch_tiles_backward<T, BiasKind::kNone, BiasKind::kSoftcap>(launch, stream);
+}
+
+template <class T>
+cudaError_t launch_bias_gradient(const BackwardLaunch& launch, cudaStream_t stream) {
   AttentionBackwardParams params = launch.params;
   const BiasGradientPlan& plan = launch.plan.in_order;
-  return with_bias_kind<T>(params, [&]<BiasKind kBias>() {
+  using enum BiasKind;
+  return with_one_of<kTile, kAny, kSoftcap>(bias_kind(params), [&]<BiasKind kBias>() {
     return with_regime(kAttentionBiasGradientTiles, plan.tile, [&]<int kIndex>() -> cudaError_t {
-      if constexpr (kBias == BiasKind::kNone ||
+      if constexpr ((kBias == BiasKind::kTile && sizeof(T) != 2) ||
                     kAttentionBiasGradientTiles[kIndex].element_bytes != sizeof(T)) {
         return cudaErrorInvalidValue;
       } else {

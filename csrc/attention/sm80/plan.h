@@ -250,12 +250,6 @@ inline bool is_faster_in_order(const AttentionBackwardParams& params) {
 }
 
 struct Sm80 {
-  // Whether it has kernels of such elements.
-  template <class T>
-  static constexpr bool has_type() {
-    return true;
-  }
-
   static ForwardPlan plan(const AttentionForwardParams& params, const Device& device) {
     ForwardPlan plan;
     const auto set_tile = [&](int head_dim, int queries, int keys, int threads, int shared_bytes) {

@@ -2,8 +2,10 @@
 // From a plan to one of Hopper's kernels.
 
 #include "../../common/device.h"
+#include "../../common/kernels.h"
 #include "../../common/launch.cuh"
-#include "../instances/instances.h"
+#include "../attention.h"
+#include "../launches.cuh"
 #include "backward_heads.cuh"
 #include "backward_wide.cuh"
 #include "bias_gradient.cuh"
@@ -118,8 +120,24 @@ cudaError_t launch_forward_with(const ForwardLaunch& launch, cudaStream_t stream
   });
 }
 
+// Of a launch with one of these biases.
+template <class T, HopperBias... kBiases>
+cudaError_t launch_hopper_forward(const ForwardLaunch& launch, cudaStream_t stream) {
+  const HopperBias bias = hopper_bias(launch.params, kAttentionHopperTiles[launch.plan.tile]);
+  return with_one_of<kBiases...>(
+      bias, [&]<HopperBias kBias>() { return launch_forward_with<T, kBias>(launch, stream); });
+}
+
+// All files have code for the same GPUs, so one kernel speaks for all.
 template <class T>
-cudaError_t launch_heads(Sm90, const ForwardLaunch& launch, cudaStream_t stream) {
+bool has_hopper_code() {
+  static const bool is_there =
+      is_compiled(attention_hopper_forward_kernel<T, HopperBias::kNone, HopperMask::kNone, 0>);
+  return is_there;
+}
+
+template <class T>
+cudaError_t launch_heads_forward(const ForwardLaunch& launch, cudaStream_t stream) {
   const auto& [params, plan] = launch;
   return with_regime(kAttentionHopperHeadsForwardTiles, plan.tile, [&]<int kIndex>() {
     const auto launch_with = [&]<bool kHasMask>() {
@@ -167,13 +185,6 @@ constexpr HopperMask widest_mask(HopperBias bias) {
                                                                 : HopperMask::kAny;
 }
 
-// All files have code for the same GPUs, so one kernel speaks for all.
-template <class T>
-bool has_code(Sm90) {
-  static const bool is_there = is_compiled(attention_hopper_bias_gradient_kernel<T, false, 0>);
-  return is_there;
-}
-
 // All but the bias. `box_queries`, `box_keys`: rows of a box. `row_bytes`: 64 or 128.
 inline cudaError_t make_narrow_maps(NarrowTensorMaps& maps, const AttentionBackwardParams& params,
                                     int box_queries, int box_keys, int row_bytes) {
@@ -191,7 +202,7 @@ inline cudaError_t make_narrow_maps(NarrowTensorMaps& maps, const AttentionBackw
 }
 
 template <class T>
-cudaError_t launch_heads(Sm90, const BackwardLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_heads_backward(const BackwardLaunch& launch, cudaStream_t stream) {
   return with_regime(kAttentionHopperHeadsTiles, launch.plan.tile, [&]<int kIndex>() {
     const auto launch_with = [&]<bool kHasBias>() {
       using Memory = HopperHeadsMemory<kHasBias, kIndex>;
@@ -215,7 +226,7 @@ cudaError_t launch_heads(Sm90, const BackwardLaunch& launch, cudaStream_t stream
 }
 
 template <class T>
-cudaError_t launch_bias_gradient(Sm90, const BackwardLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream_t stream) {
   const AttentionBackwardParams& params = launch.params;
   return with_regime(
       kAttentionHopperBiasGradientTiles, launch.plan.in_order.tile, [&]<int kIndex>() {
@@ -319,6 +330,15 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
       return launch_with_mask.template operator()<widest_mask(kBias)>();
     }
   });
+}
+
+// Of a launch with one of these biases.
+template <class T, HopperBias... kBiases>
+cudaError_t launch_hopper_backward(const BackwardLaunch& launch, cudaStream_t stream) {
+  const HopperBias bias =
+      hopper_bias(launch.params, kAttentionHopperBackwardTiles[launch.plan.tile]);
+  return with_one_of<kBiases...>(
+      bias, [&]<HopperBias kBias>() { return launch_backward_with<T, kBias>(launch, stream); });
 }
 
 }  // namespace megasoftmax

@@ -398,12 +398,6 @@ inline bool is_faster_without_block_mask(const AttentionParams& params) {
 
 struct Sm90 {
   static constexpr BackendId kId = BackendId::kSm90;
-  // Whether it has kernels of such elements.
-  template <class T>
-  static constexpr bool has_type() {
-    return sizeof(T) == 2;
-  }
-
   // None where the kernels do not take a launch, or where others are faster. `has_code()`: whether
   // they were compiled for this GPU.
   template <class HasCode>

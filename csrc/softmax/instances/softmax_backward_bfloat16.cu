@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::BackwardInstance megasoftmax::softmax_backward_instance<__nv_bfloat16>;
+namespace megasoftmax {
+const Registration<__nv_bfloat16, SoftmaxBackwardLauncher> registration(
+    "softmax_backward", launch_softmax_backward<__nv_bfloat16>);
+}  // namespace megasoftmax

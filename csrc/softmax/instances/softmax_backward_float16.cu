@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::BackwardInstance megasoftmax::softmax_backward_instance<__half>;
+namespace megasoftmax {
+const Registration<__half, SoftmaxBackwardLauncher> registration("softmax_backward",
+                                                                 launch_softmax_backward<__half>);
+}  // namespace megasoftmax

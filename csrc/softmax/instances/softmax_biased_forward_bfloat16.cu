@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::ForwardInstance megasoftmax::softmax_biased_forward_instance<__nv_bfloat16>;
+namespace megasoftmax {
+const Registration<__nv_bfloat16, SoftmaxForwardLauncher> registration(
+    "softmax_biased_forward", launch_softmax_biased_forward<__nv_bfloat16>);
+}  // namespace megasoftmax

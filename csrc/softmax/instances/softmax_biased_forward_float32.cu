@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::ForwardInstance megasoftmax::softmax_biased_forward_instance<float>;
+namespace megasoftmax {
+const Registration<float, SoftmaxForwardLauncher> registration(
+    "softmax_biased_forward", launch_softmax_biased_forward<float>);
+}  // namespace megasoftmax

@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::BackwardInstance megasoftmax::softmax_capped_backward_instance<float>;
+namespace megasoftmax {
+const Registration<float, SoftmaxBackwardLauncher> registration(
+    "softmax_capped_backward", launch_softmax_capped_backward<float>);
+}  // namespace megasoftmax

@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::ForwardInstance megasoftmax::softmax_capped_forward_instance<__nv_bfloat16>;
+namespace megasoftmax {
+const Registration<__nv_bfloat16, SoftmaxForwardLauncher> registration(
+    "softmax_capped_forward", launch_softmax_capped_forward<__nv_bfloat16>);
+}  // namespace megasoftmax

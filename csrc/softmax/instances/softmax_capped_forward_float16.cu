@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::ForwardInstance megasoftmax::softmax_capped_forward_instance<__half>;
+namespace megasoftmax {
+const Registration<__half, SoftmaxForwardLauncher> registration(
+    "softmax_capped_forward", launch_softmax_capped_forward<__half>);
+}  // namespace megasoftmax

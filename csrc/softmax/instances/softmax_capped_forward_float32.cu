@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::ForwardInstance megasoftmax::softmax_capped_forward_instance<float>;
+namespace megasoftmax {
+const Registration<float, SoftmaxForwardLauncher> registration(
+    "softmax_capped_forward", launch_softmax_capped_forward<float>);
+}  // namespace megasoftmax

@@ -1,4 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::BackwardInstance
-    megasoftmax::softmax_dropout_backward_instance<__nv_bfloat16>;
+namespace megasoftmax {
+const Registration<__nv_bfloat16, SoftmaxBackwardLauncher> registration(
+    "softmax_dropout_backward", launch_softmax_dropout_backward<__nv_bfloat16>);
+}  // namespace megasoftmax

@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::BackwardInstance megasoftmax::softmax_dropout_backward_instance<float>;
+namespace megasoftmax {
+const Registration<float, SoftmaxBackwardLauncher> registration(
+    "softmax_dropout_backward", launch_softmax_dropout_backward<float>);
+}  // namespace megasoftmax

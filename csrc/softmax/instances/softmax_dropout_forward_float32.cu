@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::ForwardInstance megasoftmax::softmax_dropout_forward_instance<float>;
+namespace megasoftmax {
+const Registration<float, SoftmaxForwardLauncher> registration(
+    "softmax_dropout_forward", launch_softmax_dropout_forward<float>);
+}  // namespace megasoftmax

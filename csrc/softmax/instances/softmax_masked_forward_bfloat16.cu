@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::ForwardInstance megasoftmax::softmax_masked_forward_instance<__nv_bfloat16>;
+namespace megasoftmax {
+const Registration<__nv_bfloat16, SoftmaxForwardLauncher> registration(
+    "softmax_masked_forward", launch_softmax_masked_forward<__nv_bfloat16>);
+}  // namespace megasoftmax

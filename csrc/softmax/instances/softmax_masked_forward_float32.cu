@@ -1,3 +1,6 @@
 #include "../dispatch.cuh"
 
-template megasoftmax::ForwardInstance megasoftmax::softmax_masked_forward_instance<float>;
+namespace megasoftmax {
+const Registration<float, SoftmaxForwardLauncher> registration(
+    "softmax_masked_forward", launch_softmax_masked_forward<float>);
+}  // namespace megasoftmax

@@ -1,6 +1,6 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t topk_backward_instance<__nv_bfloat16>(const TopkBackwardParams&,
-                                                           const TopkPlan&, cudaStream_t);
+const Registration<__nv_bfloat16, TopkBackwardLauncher> registration(
+    "topk_backward", launch_topk_backward<__nv_bfloat16>);
 }  // namespace megasoftmax

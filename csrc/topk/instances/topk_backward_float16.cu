@@ -1,6 +1,6 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t topk_backward_instance<__half>(const TopkBackwardParams&, const TopkPlan&,
-                                                    cudaStream_t);
+const Registration<__half, TopkBackwardLauncher> registration("topk_backward",
+                                                              launch_topk_backward<__half>);
 }  // namespace megasoftmax

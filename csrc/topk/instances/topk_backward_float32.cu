@@ -1,6 +1,6 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t topk_backward_instance<float>(const TopkBackwardParams&, const TopkPlan&,
-                                                   cudaStream_t);
+const Registration<float, TopkBackwardLauncher> registration("topk_backward",
+                                                             launch_topk_backward<float>);
 }  // namespace megasoftmax

@@ -1,6 +1,6 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t topk_capped_forward_instance<__nv_bfloat16>(const TopkForwardParams&,
-                                                                 const TopkPlan&, cudaStream_t);
+const Registration<__nv_bfloat16, TopkForwardLauncher> registration(
+    "topk_capped_forward", launch_topk_capped_forward<__nv_bfloat16>);
 }  // namespace megasoftmax

@@ -1,6 +1,6 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t topk_capped_forward_instance<__half>(const TopkForwardParams&, const TopkPlan&,
-                                                          cudaStream_t);
+const Registration<__half, TopkForwardLauncher> registration("topk_capped_forward",
+                                                             launch_topk_capped_forward<__half>);
 }  // namespace megasoftmax

@@ -1,6 +1,6 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t topk_capped_forward_instance<float>(const TopkForwardParams&, const TopkPlan&,
-                                                         cudaStream_t);
+const Registration<float, TopkForwardLauncher> registration("topk_capped_forward",
+                                                            launch_topk_capped_forward<float>);
 }  // namespace megasoftmax

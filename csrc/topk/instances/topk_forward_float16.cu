@@ -1,6 +1,6 @@
 #include "../dispatch.cuh"
 
 namespace megasoftmax {
-template cudaError_t topk_forward_instance<__half>(const TopkForwardParams&, const TopkPlan&,
-                                                   cudaStream_t);
+const Registration<__half, TopkForwardLauncher> registration("topk_forward",
+                                                             launch_topk_forward<__half>);
 }  // namespace megasoftmax

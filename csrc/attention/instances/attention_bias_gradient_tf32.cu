@@ -1,5 +1,0 @@
-#include "../sm80/dispatch.cuh"
-
-namespace megasoftmax {
-template cudaError_t launch_bias_gradient<Tf32>(Sm80, const BackwardLaunch&, cudaStream_t);
-}  // namespace megasoftmax

@@ -1,0 +1,7 @@
+#include "../sm80/dispatch.cuh"
+
+namespace megasoftmax {
+const Registration<__nv_bfloat16, AttentionForwardLauncher> registration(
+    "attention_biased_forward",
+    launch_tiles_forward<__nv_bfloat16, BiasKind::kTile, BiasKind::kAny>);
+}  // namespace megasoftmax

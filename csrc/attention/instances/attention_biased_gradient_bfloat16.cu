@@ -1,0 +1,6 @@
+#include "../sm80/dispatch.cuh"
+
+namespace megasoftmax {
+const Registration<__nv_bfloat16, AttentionBackwardLauncher> registration(
+    "attention_biased_gradient", launch_bias_gradient<__nv_bfloat16>);
+}  // namespace megasoftmax

@@ -1,0 +1,6 @@
+#include "../sm80/dispatch.cuh"
+
+namespace megasoftmax {
+const Registration<float, AttentionBackwardLauncher> registration("attention_biased_gradient",
+                                                                  launch_bias_gradient<float>);
+}  // namespace megasoftmax

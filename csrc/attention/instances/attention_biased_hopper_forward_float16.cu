@@ -1,0 +1,7 @@
+#include "../sm90/dispatch.cuh"
+
+namespace megasoftmax {
+const Registration<__half, AttentionForwardLauncher> registration(
+    "attention_biased_hopper_forward",
+    launch_hopper_forward<__half, HopperBias::kTile, HopperBias::kRows>);
+}  // namespace megasoftmax

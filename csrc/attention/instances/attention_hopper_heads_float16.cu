@@ -1,6 +1,0 @@
-#include "../sm90/dispatch.cuh"
-
-namespace megasoftmax {
-template cudaError_t launch_heads<__half>(Sm90, const ForwardLaunch&, cudaStream_t);
-template cudaError_t launch_heads<__half>(Sm90, const BackwardLaunch&, cudaStream_t);
-}  // namespace megasoftmax

@@ -1,8 +1,0 @@
-#include "../sm90/dispatch.cuh"
-
-namespace megasoftmax {
-template cudaError_t launch_backward_with<__nv_bfloat16, HopperBias::kTable>(const BackwardLaunch&,
-                                                                             cudaStream_t);
-template cudaError_t launch_backward_with<__nv_bfloat16, HopperBias::kKeys>(const BackwardLaunch&,
-                                                                            cudaStream_t);
-}  // namespace megasoftmax

@@ -1,0 +1,13 @@
+#include "../steps.cuh"
+
+namespace megasoftmax {
+const Registration<__half, AttentionForwardLauncher> combine("attention_combine",
+                                                             launch_combine<__half>);
+const Registration<__half, AttentionBackwardLauncher> rows("attention_rows", launch_rows<__half>);
+const Registration<__half, AttentionBackwardLauncher> diagonals("attention_diagonals",
+                                                                launch_diagonals<__half>);
+const Registration<__half, AttentionBackwardLauncher> query_gradient("attention_query_gradient",
+                                                                     launch_query_gradient<__half>);
+const Registration<__half, AttentionBackwardLauncher> bias_parts("attention_bias_parts",
+                                                                 launch_bias_parts<__half>);
+}  // namespace megasoftmax

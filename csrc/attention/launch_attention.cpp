@@ -1,0 +1,184 @@
+// Plans launches on the current device, and launches what they need.
+
+#include <atomic>
+
+#include "../common/cuda_error.h"
+#include "../common/device.h"
+#include "../common/kernels.h"
+#include "attention.h"
+#include "backends.h"
+
+namespace megasoftmax {
+namespace {
+
+using Forward = Launchers<AttentionForwardLauncher>;
+using Backward = Launchers<AttentionBackwardLauncher>;
+
+// What is biased is a group of its own, which takes the longest to compile.
+Forward portable_forward("attention_portable_forward"), biased_forward("attention_biased_forward"),
+    hopper_forward("attention_hopper_forward"),
+    biased_hopper_forward("attention_biased_hopper_forward"),
+    biased_hopper_table_forward("attention_biased_hopper_table_forward"),
+    biased_hopper_heads_forward("attention_biased_hopper_heads_forward");
+Backward portable_backward("attention_portable_backward"),
+    biased_backward("attention_biased_backward"),
+    biased_dense_backward("attention_biased_dense_backward"),
+    hopper_backward("attention_hopper_backward"),
+    hopper_heads_backward("attention_hopper_heads_backward"),
+    biased_hopper_backward("attention_biased_hopper_backward"),
+    biased_hopper_table_backward("attention_biased_hopper_table_backward"),
+    biased_gradient("attention_biased_gradient"),
+    biased_hopper_gradient("attention_biased_hopper_gradient");
+// Steps of all backends.
+Forward combine("attention_combine");
+Backward rows("attention_rows"), diagonals("attention_diagonals"),
+    query_gradient("attention_query_gradient"), bias_parts("attention_bias_parts");
+Launchers<HasHopperCode> has_hopper_code("attention_hopper_code");
+
+// The launchers of tiles.
+Forward& tiles(const ForwardLaunch& launch) {
+  const auto& [params, plan] = launch;
+  if (plan.kernel == ForwardKernel::kHeads) return biased_hopper_heads_forward;
+  if (plan.backend == BackendId::kSm90) {
+    switch (hopper_bias(params)) {
+      case HopperBias::kNone:
+      case HopperBias::kSoftcap:
+        return hopper_forward;
+      case HopperBias::kTable:
+      case HopperBias::kKeys:
+        return biased_hopper_table_forward;
+      default:
+        return biased_hopper_forward;
+    }
+  }
+  const BiasKind kind = bias_kind(params);
+  const bool is_biased = kind == BiasKind::kTile || kind == BiasKind::kAny;
+  return is_biased && plan.kernel == ForwardKernel::kTiles ? biased_forward : portable_forward;
+}
+
+Backward& tiles(const BackwardLaunch& launch) {
+  const auto& [params, plan] = launch;
+  if (plan.kernel == BackwardKernel::kHeads) return hopper_heads_backward;
+  if (plan.backend == BackendId::kSm90) {
+    switch (hopper_bias(params)) {
+      case HopperBias::kNone:
+      case HopperBias::kSoftcap:
+        return hopper_backward;
+      case HopperBias::kTable:
+      case HopperBias::kKeys:
+        return biased_hopper_table_backward;
+      default:
+        return biased_hopper_backward;
+    }
+  }
+  const BiasKind kind = bias_kind(params);
+  if (plan.kernel == BackwardKernel::kTiles && kind == BiasKind::kTile)
+    return biased_dense_backward;
+  if (plan.kernel == BackwardKernel::kTiles && kind == BiasKind::kAny) return biased_backward;
+  return portable_backward;
+}
+
+// Calls the launcher for the type of the queries, as products take it.
+template <class Launcher, class Launch>
+cudaError_t call(Launchers<Launcher>& launchers, const Launch& launch, cudaStream_t stream) {
+  const DType type = launch.params.query.type;
+  const bool is_tf32 = type == DType::kFloat32 && launch.params.is_tf32;
+  return launchers.of(type, is_tf32)(launch, stream);
+}
+
+std::atomic<bool> are_portable_alone{false};
+
+// has_code(Sm90{}) of a launch, for backends.h.
+template <class Params>
+auto code_for(const Params& params) {
+  return [&params](Sm90) {
+    return !are_portable_alone && params.rows() != 0 && params.query.type != DType::kFloat32 &&
+           has_hopper_code.of(params.query.type)();
+  };
+}
+
+}  // namespace
+
+ForwardLaunch plan_attention_forward(const AttentionForwardParams& params, cudaStream_t stream) {
+  ForwardLaunch launch{params, forward_plan(params, current_device(), code_for(params))};
+  // Blocks that wait for each other need room at the same time; the driver takes a while to tell.
+  if (launch.plan.kernel == ForwardKernel::kDecode && launch.plan.splits.count > 1)
+    launch.plan = forward_plan(params, device_at_hand(stream), code_for(params));
+  launch.params.splits = launch.plan.splits.count;
+  launch.params.bias_stages = launch.plan.bias_stages;
+  launch.params.bias_parts = launch.plan.bias_parts;
+  launch.params.row_tiles = Divider(launch.plan.row_tiles);
+  return launch;
+}
+
+BackwardLaunch plan_attention_backward(const AttentionBackwardParams& params,
+                                       bool is_deterministic) {
+  BackwardLaunch launch{
+      params, backward_plan(params, is_deterministic, current_device(), code_for(params))};
+  launch.params.stages = launch.plan.stages;
+  launch.params.query_gradient_kind = launch.plan.query_gradient;
+  launch.params.query_sums = launch.plan.query_sums;
+  launch.params.bias_gradient_kind = launch.plan.bias_gradient;
+  launch.params.bias_parts = launch.plan.in_order.parts;
+  return launch;
+}
+
+cudaError_t attention_forward(const ForwardLaunch& launch, cudaStream_t stream) {
+  if (launch.params.rows() == 0) return cudaSuccess;
+  if (!is_valid(launch.params)) return cudaErrorInvalidValue;
+  MEGASOFTMAX_RETURN_IF_ERROR(call(tiles(launch), launch, stream));
+  // Adds up parts of rows, where keys are split and blocks have not done so.
+  return launch.plan.splits.take_workspace && launch.plan.kernel != ForwardKernel::kDecode
+             ? call(combine, launch, stream)
+             : cudaSuccess;
+}
+
+cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream) {
+  if (launch.params.batches == 0 || launch.params.heads == 0) return cudaSuccess;
+  if (!is_valid(launch.params) || is_wide(launch.params)) return cudaErrorInvalidValue;
+  const BackwardPlan& plan = launch.plan;
+  if (plan.kernel == BackwardKernel::kSmall) {
+    MEGASOFTMAX_RETURN_IF_ERROR(call(tiles(launch), launch, stream));
+    return plan.bias_gradient == BiasGradient::kNone ? cudaSuccess
+                                                     : call(bias_parts, launch, stream);
+  }
+  const bool is_in_order = plan.bias_gradient == BiasGradient::kInOrder;
+  BackwardLaunch keys = launch;  // without a gradient of the bias that has a launch of its own
+  AttentionBackwardParams& params = keys.params;
+  if (is_in_order) {
+    params.bias_gradient_kind = BiasGradient::kNone;
+    params.bias_gradient = nullptr;
+  }
+  // Each entry of a dense gradient is written, once, where no tile is left out.
+  const bool has_window = params.window_left >= 0 || params.window_right >= 0;
+  const bool is_complete = !has_window && plan.bias_gradient == BiasGradient::kDense &&
+                           params.block_mask.words == nullptr;
+  if (params.bias_gradient != nullptr && !is_complete && !plan.clears_bias_gradient)
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        cudaMemsetAsync(params.bias_gradient, 0, params.bias_gradient_bytes, stream));
+  MEGASOFTMAX_RETURN_IF_ERROR(call(rows, keys, stream));
+  params.takes_all_queries = plan.query_gradient == QueryGradient::kWhole;
+  if (params.turns != nullptr) {
+    params.order_of_turns = plan.order_of_turns;
+    MEGASOFTMAX_RETURN_IF_ERROR(
+        cudaMemsetAsync(params.turns, 0, params.turn_count() * sizeof(uint32_t), stream));
+  }
+  MEGASOFTMAX_RETURN_IF_ERROR(call(tiles(keys), keys, stream));
+  if (plan.bias_gradient == BiasGradient::kDiagonals)
+    MEGASOFTMAX_RETURN_IF_ERROR(call(diagonals, keys, stream));
+  if (params.query_gradient_sum != nullptr)
+    MEGASOFTMAX_RETURN_IF_ERROR(call(query_gradient, keys, stream));
+  if (!is_in_order || params.bias_entries() == 0) return cudaSuccess;
+  const bool is_hopper = plan.in_order.backend == BackendId::kSm90;
+  MEGASOFTMAX_RETURN_IF_ERROR(
+      call(is_hopper ? biased_hopper_gradient : biased_gradient, launch, stream));
+  return call(bias_parts, launch, stream);
+}
+
+}  // namespace megasoftmax
+
+// For tests and benchmarks: kernels for one architecture alone are left out, or not.
+extern "C" __attribute__((visibility("default"))) void megasoftmax_use_portable_attention(
+    int is_alone) {
+  megasoftmax::are_portable_alone = is_alone != 0;
+}

@@ -1,3 +1,0 @@
-#include "../dispatch.cuh"
-
-template megasoftmax::BackwardInstance megasoftmax::softmax_biased_dropout_backward_instance<float>;

@@ -1,5 +1,0 @@
-#include "instances.h"
-
-namespace megasoftmax {
-const KernelRegistration<SoftmaxLaunchers, __half> registration(kSoftmaxLaunchers<__half>);
-}  // namespace megasoftmax

@@ -1,5 +1,0 @@
-#include "instances.h"
-
-namespace megasoftmax {
-const KernelRegistration<SoftmaxLaunchers, float> registration(kSoftmaxLaunchers<float>);
-}  // namespace megasoftmax

@@ -1,3 +1,0 @@
-#include "../dispatch.cuh"
-
-template megasoftmax::ForwardInstance megasoftmax::softmax_masked_biased_forward_instance<__half>;

@@ -1,5 +1,0 @@
-#include "instances.h"
-
-namespace megasoftmax {
-const KernelRegistration<TopkLaunchers, __half> registration(kTopkLaunchers<__half>);
-}  // namespace megasoftmax

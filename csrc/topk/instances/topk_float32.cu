@@ -1,5 +1,0 @@
-#include "instances.h"
-
-namespace megasoftmax {
-const KernelRegistration<TopkLaunchers, float> registration(kTopkLaunchers<float>);
-}  // namespace megasoftmax
