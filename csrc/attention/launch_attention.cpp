@@ -11,71 +11,54 @@
 namespace megasoftmax {
 namespace {
 
-using Forward = Launchers<AttentionForwardLauncher>;
-using Backward = Launchers<AttentionBackwardLauncher>;
+// The launchers of tiles on Hopper. With a bias they are in a library of their own, which takes the
+// longest to compile.
+template <class Launcher>
+struct HopperTiles {
+  Launchers<Launcher> plain, dense, table;
 
-// What is biased is a group of its own, which takes the longest to compile.
-Forward portable_forward("attention_portable_forward"), biased_forward("attention_biased_forward"),
-    hopper_forward("attention_hopper_forward"),
-    biased_hopper_forward("attention_biased_hopper_forward"),
-    biased_hopper_table_forward("attention_biased_hopper_table_forward"),
-    biased_hopper_heads_forward("attention_biased_hopper_heads_forward");
-Backward portable_backward("attention_portable_backward"),
+  Launchers<Launcher>& of(HopperBias bias) {
+    if (bias == HopperBias::kNone || bias == HopperBias::kSoftcap) return plain;
+    return is_dense(bias) ? dense : table;
+  }
+};
+
+using Forward = AttentionForwardLauncher;
+using Backward = AttentionBackwardLauncher;
+HopperTiles<Forward> hopper_forward{"attention_hopper_forward", "attention_biased_hopper_forward",
+                                    "attention_biased_hopper_table_forward"};
+HopperTiles<Backward> hopper_backward{"attention_hopper_backward",
+                                      "attention_biased_hopper_backward",
+                                      "attention_biased_hopper_table_backward"};
+Launchers<Forward> portable_forward("attention_portable_forward"),
+    biased_forward("attention_biased_forward"), combine("attention_combine"),
+    biased_heads_forward("attention_biased_hopper_heads_forward");
+Launchers<Backward> portable_backward("attention_portable_backward"),
     biased_backward("attention_biased_backward"),
     biased_dense_backward("attention_biased_dense_backward"),
-    hopper_backward("attention_hopper_backward"),
-    hopper_heads_backward("attention_hopper_heads_backward"),
-    biased_hopper_backward("attention_biased_hopper_backward"),
-    biased_hopper_table_backward("attention_biased_hopper_table_backward"),
+    heads_backward("attention_hopper_heads_backward"), rows("attention_rows"),
+    diagonals("attention_diagonals"), query_gradient("attention_query_gradient"),
     biased_gradient("attention_biased_gradient"),
-    biased_hopper_gradient("attention_biased_hopper_gradient");
-// Steps of all backends.
-Forward combine("attention_combine");
-Backward rows("attention_rows"), diagonals("attention_diagonals"),
-    query_gradient("attention_query_gradient"), bias_parts("attention_bias_parts");
+    biased_hopper_gradient("attention_biased_hopper_gradient"), bias_parts("attention_bias_parts");
 Launchers<HasHopperCode> has_hopper_code("attention_hopper_code");
 
-// The launchers of tiles.
-Forward& tiles(const ForwardLaunch& launch) {
+Launchers<Forward>& tiles(const ForwardLaunch& launch) {
   const auto& [params, plan] = launch;
-  if (plan.kernel == ForwardKernel::kHeads) return biased_hopper_heads_forward;
-  if (plan.backend == BackendId::kSm90) {
-    switch (hopper_bias(params)) {
-      case HopperBias::kNone:
-      case HopperBias::kSoftcap:
-        return hopper_forward;
-      case HopperBias::kTable:
-      case HopperBias::kKeys:
-        return biased_hopper_table_forward;
-      default:
-        return biased_hopper_forward;
-    }
-  }
+  if (plan.kernel == ForwardKernel::kHeads) return biased_heads_forward;
+  if (plan.backend == BackendId::kSm90) return hopper_forward.of(hopper_bias(params));
   const BiasKind kind = bias_kind(params);
   const bool is_biased = kind == BiasKind::kTile || kind == BiasKind::kAny;
   return is_biased && plan.kernel == ForwardKernel::kTiles ? biased_forward : portable_forward;
 }
 
-Backward& tiles(const BackwardLaunch& launch) {
+Launchers<Backward>& tiles(const BackwardLaunch& launch) {
   const auto& [params, plan] = launch;
-  if (plan.kernel == BackwardKernel::kHeads) return hopper_heads_backward;
-  if (plan.backend == BackendId::kSm90) {
-    switch (hopper_bias(params)) {
-      case HopperBias::kNone:
-      case HopperBias::kSoftcap:
-        return hopper_backward;
-      case HopperBias::kTable:
-      case HopperBias::kKeys:
-        return biased_hopper_table_backward;
-      default:
-        return biased_hopper_backward;
-    }
-  }
+  if (plan.kernel == BackwardKernel::kHeads) return heads_backward;
+  if (plan.kernel == BackwardKernel::kSmall) return portable_backward;
+  if (plan.backend == BackendId::kSm90) return hopper_backward.of(hopper_bias(params));
   const BiasKind kind = bias_kind(params);
-  if (plan.kernel == BackwardKernel::kTiles && kind == BiasKind::kTile)
-    return biased_dense_backward;
-  if (plan.kernel == BackwardKernel::kTiles && kind == BiasKind::kAny) return biased_backward;
-  return portable_backward;
+  if (kind == BiasKind::kTile) return biased_dense_backward;
+  return kind == BiasKind::kAny ? biased_backward : portable_backward;
 }
 
 // Calls the launcher for the type of the queries, as products take it.

@@ -29,7 +29,7 @@ struct Registration {
 template <class Launcher>
 class Launchers {
  public:
-  explicit constexpr Launchers(const char* name) : name_(name) {}
+  constexpr Launchers(const char* name) : name_(name) {}
 
   // Of an element type, or of TF32. It is looked for once. Throws as find_launcher.
   Launcher& of(DType type, bool is_tf32 = false) {
