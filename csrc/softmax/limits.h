@@ -153,7 +153,7 @@ inline constexpr float kLeastInner = 2e-4f, kLargestInner = 1000.f;
 inline constexpr int64_t kMaxIndex = INT32_MAX - 4194304;
 
 // Names say where a row waits, the threads of a block that own it and the vectors of each
-// ("lanes_16x4"), or the threads and blocks ("cluster_256x2").
+// ("lanes_16x4"), or the threads and blocks ("cluster_256x4").
 // clang-format off
 inline constexpr RowShape kForwardShapes[] = {
     // name                      storage               threads  rows  vectors  blocks/SM  persistent  blocks/row
@@ -184,11 +184,9 @@ inline constexpr RowShape kForwardShapes[] = {
     {"shared_64",             Storage::kShared,          64,    1,       4,        16,      false,          1},
     {"shared_128",            Storage::kShared,         128,    1,       4,         6,      false,          1},
     {"shared_256",            Storage::kShared,         256,    1,       4,         4,      false,          1},
-    {"cluster_256x2",         Storage::kShared,         256,    1,       4,         4,      false,          2},
     {"shared_512",            Storage::kShared,         512,    1,       4,         2,      false,          1},
     {"contiguous_cluster_8",  Storage::kContiguous,    1024,    1,       4,         1,      false,          8},
     {"cluster_256x4",         Storage::kShared,         256,    1,       4,         4,      false,          4},
-    {"cluster_128x8",         Storage::kShared,         128,    1,       4,         6,      false,          8},
     {"cluster_256x8",         Storage::kShared,         256,    1,       4,         4,      false,          8},
     {"contiguous_cluster_16", Storage::kContiguous,    1024,    1,       4,         1,      false,         16},
     {"cluster_256x16",        Storage::kShared,         256,    1,       4,         4,      false,         16},
@@ -202,7 +200,6 @@ inline constexpr RowShape kBackwardShapes[] = {
     {"tile",                  Storage::kTile,             0,    0,       0,         0,      false,          1},
     {"contiguous_8x4",        Storage::kContiguous,       8,    8,       4,        16,      false,          1},
     {"contiguous_16x4",       Storage::kContiguous,      16,    4,       4,        16,      false,          1},
-    {"contiguous_32x4",       Storage::kContiguous,      32,    2,       4,        16,      false,          1},
     {"contiguous_128x1",      Storage::kContiguous,     128,    1,       1,        16,      false,          1},
     {"contiguous_block",      Storage::kContiguous,    1024,    1,       4,         1,      false,          1},
     {"lanes_4x1",             Storage::kRegisters,        4,   16,       1,        14,      false,          1},
@@ -224,7 +221,6 @@ inline constexpr RowShape kBackwardShapes[] = {
     {"shared_256",            Storage::kShared,         256,    1,       4,         3,      false,          1},
     {"persistent_256x2",      Storage::kShared,         256,    1,       4,         3,       true,          2},
     {"persistent_512x2",      Storage::kShared,         512,    1,       4,         1,       true,          2},
-    {"persistent_256x4",      Storage::kShared,         256,    1,       4,         3,       true,          4},
     {"contiguous_cluster_8",  Storage::kContiguous,    1024,    1,       4,         1,      false,          8},
     {"contiguous_cluster_16", Storage::kContiguous,    1024,    1,       4,         1,      false,         16},
     {"persistent_256x8",      Storage::kShared,         256,    1,       4,         3,       true,          8},
@@ -282,13 +278,10 @@ inline constexpr RowThreshold kForwardThresholds[] = {
     {"shared_256",                   4480,       40, kUnmasked | kLimited | kMasked | kBiasOrRaggedMask | kDropped},
     {"shared_256",                   4480,       80, kRagged},  // shared_512 34%, ragged 12287
     {"shared_256",                   3400,      132, kContiguous},  // shared_512 9%, 20480
-    {"cluster_256x2",                8960,      500, kContiguous},  // shared_512 3%, 50256
     {"shared_256",                   4480,      132, kContiguous},
-    {"cluster_256x2",                8960,     2000, kRagged},
     {"shared_512",                   6656,       80, kCommon},  // cluster_256x2 17%, ragged 256 rows of 50257
     {"shared_512",                   6656,      132, kContiguous},  // contiguous_cluster_8 13%, 256 rows of 49152
-    {"cluster_256x2",                8960,      100, kCommon | kDropped},
-    {"cluster_256x2",                8960,      132, kContiguous},  // cluster_128x8 2%, 256 rows of 65536
+    {"cluster_256x4",                8960,      132, kContiguous},
     {"contiguous_cluster_8",         8192,       17, kContiguous},  // cluster_256x2 22%, 64 rows of 24576
     {"contiguous_cluster_8",         8192,        0, kContiguousRagged},
     {"shared_256",                   4480,       40, kContiguous | kRagged},  // without clusters, or kRagged rows from 40 to 79
@@ -296,7 +289,6 @@ inline constexpr RowThreshold kForwardThresholds[] = {
     {"cluster_256x4",               13600,       40, kUnmasked | kRagged | kLimited | kMasked},  // cluster_128x8 3%, ragged 98303
     {"cluster_256x4",               17408,       40, kBiasOrRaggedMask | kDropped},  // registers leave room for three blocks at most
     {"cluster_256x4",               13600,       66, kContiguous},
-    {"cluster_128x8",               17408,      130, kSpread},  // cluster_256x8 3%, 256 rows of 131072
     {"cluster_256x8",               17408,       66, kContiguous},
     {"contiguous_cluster_8",         4096,        0, kContiguous},  // cluster_256x4 23%, 16 rows of 10240
     {"contiguous_cluster_16",       17408,        0, kContiguous},  // cluster_256x16 20%, 4 rows of 98304
@@ -321,7 +313,7 @@ inline constexpr RowThreshold kBackwardThresholds[] = {
     {"tile",                          136,        0, kTiny},
     {"contiguous_8x4",                 32,        0, kContiguous},  // contiguous_16x4 15%, 128
     {"contiguous_16x4",                64,        0, kContiguous | kContiguousRagged},  // contiguous_32x4 4%, 384
-    {"contiguous_32x4",               128,     2100, kContiguous | kContiguousRagged},
+    {"contiguous_block",              128,     2100, kContiguous | kContiguousRagged},
     {"contiguous_128x1",              128,        0, kContiguous | kContiguousRagged},
     {"contiguous_block",              322,        0, kContiguous | kContiguousRagged},
     {"contiguous_block",             1024,        0, kContiguous},  // shared_256 37%, 4 rows of 6144
@@ -345,7 +337,7 @@ inline constexpr RowThreshold kBackwardThresholds[] = {
     {"shared_256",                   2176,       60, kAnyRows | kDropped | kDroppedBiasGradient},
     {"persistent_256x2",             4352,       60, kCommon | kDropped},
     {"persistent_512x2",            10240,      250, kRagged},
-    {"persistent_256x4",             8704,       30, kCommon | kDropped},
+    {"persistent_512x2",             8704,       30, kCommon},
     {"contiguous_cluster_8",         8192,       17, kContiguous},  // contiguous_cluster_16 21%, 64 rows of 32768
     {"contiguous_cluster_8",         8192,        0, kContiguousRagged},
     {"contiguous_cluster_8",         4096,        0, kContiguous},  // contiguous_block 18%, 16 rows of 12288
