@@ -561,7 +561,10 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
       release_results_before();
     }
     pass_tiles(INT32_MAX);
-    if constexpr (!kIsUnmasked) release_by_all(memory.tile_is_done());
+    if constexpr (!kIsUnmasked) {
+      memory.wait_until_tile_before_is_done(turn);
+      release_by_all(memory.tile_is_done());
+    }
     const auto release_results = [&] {
       if constexpr (Memory::kQueryStages == 1) {
         wait_for_copy_of_results();

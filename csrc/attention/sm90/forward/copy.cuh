@@ -124,7 +124,7 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::copy(
       if constexpr (!kIsUnmasked) {
         if (ends) {
           number = __shfl_sync(~0u, next, 0);
-          memory.tile_is_done().wait((done & 1) ^ 1);
+          memory.wait_until_tile_before_is_done(done);
           __syncwarp();  // all lanes have waited
           if (is_first) memory.tile_is_done().arrive();
           assign(done + 1);

@@ -66,6 +66,7 @@ __device__ __forceinline__ void HopperForward<T, kBias, kMask, kIndex>::find_and
       }
       first_step = uniform(tiles.step);
       if constexpr (!kIsUnmasked) {
+        memory.wait_until_tile_before_is_done(done);
         __syncwarp();  // all lanes have read what is assigned
         if (is_first) memory.tile_is_done().arrive();
       }

@@ -204,14 +204,19 @@ struct HopperMemory {
   __device__ Barrier bias_is_used(int stage, int warpgroup) const {
     return barrier(kBiasBarrier + 2 * bias_tile(stage, warpgroup) + 1);
   }
+  // A warp calls this before it arrives at tile_is_done for a tile, counted within the block.
+  // Without it, a fast warp could arrive twice in one phase, in place of a slow warp. Then the next
+  // tile would be assigned while the slow warp still reads the assignment of this one.
+  __device__ void wait_until_tile_before_is_done(int tile) const {
+    tile_is_done().wait((tile & 1) ^ 1);
+  }
   // Called by one thread before others use the barriers.
   __device__ void init_barriers(bool is_unmasked, bool masks_keys) const {
     tile_is_assigned().init(1);
     ranges_are_there().init(kFinders);
     queries_are_there().init(is_unmasked ? 1 : 2);  // and what is assigned is known
     queries_are_used().init(4 * kWarpgroups);
-    // The copying warp arrives too: a tile without keys is not done before it has waited for the
-    // last one.
+    // The copying warp arrives too, once it knows the next tile.
     tile_is_done().init(1 + 4 * kWarpgroups + (kIsTable ? kFillers : 0));
     for (int stage = 0; stage < kStages; ++stage) {
       keys_are_there(stage).init(masks_keys ? 2 : 1);  // and rows of keys are written
