@@ -6,8 +6,8 @@ python benchmarks/bench_install.py
 The first goes from `pip install` on and writes results/install.csv. The environment is new but for
 the packages of this Python, and its PATH has no compiler. MB are 1,000,000 bytes of the wheel.
 
-The second takes this checkout, and writes results/first_use.csv: a new process for each call, whose
-cache is empty, so that it compiles. `cores` are those that compile. Without a
+The second takes this checkout, and writes results/first_use.csv. Each call runs in a new process
+with an empty cache, so that it compiles its kernels. `cores` are those that compile. Without a
 GPU it compiles what these calls would, for GPUs of some architectures.
 """
 
@@ -46,7 +46,7 @@ bias = torch.zeros(8, 512, 512, device="cuda", dtype=torch.bfloat16, requires_gr
 torch.cuda.synchronize()
 lap("start of CUDA")
 """
-# A first call of a function -> what runs.
+# Name of a first call -> its code.
 CALLS = {
     "first softmax": "megasoftmax.softmax(scores, causal=True, fused=True)",
     "first softmax_topk": "megasoftmax.softmax_topk(scores, 8, fused=True)",
@@ -57,13 +57,9 @@ CALLS = {
         "megasoftmax.attention(query, key, value, bias=bias, fused=True).sum().backward()"
     ),
 }
-# What these calls compile, and for which GPUs where there is none.
-COMPONENTS = dict(
-    zip(
-        CALLS,
-        (["softmax"], ["topk"], ["attention"], ["attention", "attention_biased"]),
-        strict=True,
-    )
+# Name of a first call -> groups of kernels that it compiles.
+GROUPS = dict(
+    zip(CALLS, ("softmax", "topk", "attention", "attention attention_biased"), strict=True)
 )
 ARCHITECTURES = ("8.6", "9.0a")
 BUILD = """
@@ -106,7 +102,7 @@ def first_uses(folder: Path) -> Iterator[tuple[str, float]]:
         if has_gpu:
             yield [*laps(sys.executable, [step], folder, environment)][-1]
             continue
-        names = [f"{group}_bfloat16" for group in COMPONENTS[step]]
+        names = [f"{group}_bfloat16" for group in GROUPS[step].split()]
         script = BUILD.format(names=names, architecture=architecture)
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", script], env=environment, cwd=folder, check=True)

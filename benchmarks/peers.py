@@ -285,7 +285,7 @@ def cuequivariance(bias: Tensor, mask: Tensor | None) -> Attend:
 
 
 def trifast(bias: Tensor, mask: Tensor | None) -> Attend:
-    """The same of trifast, of as many rows as tokens. Its heads come before its rows."""
+    """Triangle attention of trifast, which has as many rows as tokens, and heads before rows."""
     attention = importlib.import_module(MODULES[TRIFAST]).triangle_attention
     tokens = bias.shape[-1]
     if mask is None:

@@ -124,8 +124,8 @@ def build(
     if only and folder is not None:
         raise typer.BadParameter("expected --only without --package and --out")
     for name in only or ():
-        if name not in extension.names_of_kernels():
-            known = ", ".join(extension.names_of_kernels())
+        if name not in extension.libraries_of_kernels():
+            known = ", ".join(extension.libraries_of_kernels())
             raise typer.BadParameter(f"--only: expected one of {known}, got {name}")
     try:
         nvcc = extension.check_tools()

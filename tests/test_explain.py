@@ -120,7 +120,7 @@ def test_contiguous_rows_have_a_warp_for_each_segment(backward: bool) -> None:
         assert found.segments == -(-columns // 1024)
         assert (found.threads, found.blocks) == (threads, blocks)
         assert found.shared_bytes == found.segments * LIMITS.constants["kResultBytes"]
-    # A block has two rows, or one. Few rows have four warps each.
+    # Of many rows a block has two forward and one backward. Of few rows each has four warps.
     of_many = (2200, 32, 2200) if backward else (2200, 64, 1100)
     for rows, threads, blocks in (of_many, (100, 128, 100)):
         found = explain(rows, 1024, HALF, backward=backward)

@@ -35,7 +35,7 @@ struct MergeParams {
 // Output and statistics become those over the keys of both. The output may be float32.
 cudaError_t attention_merge(const MergeParams& params, cudaStream_t stream);
 
-// What files of instances/ register for an element type, see common/kernels.h.
+// Types of launchers, see common/kernels.h.
 using AttentionForwardLauncher = cudaError_t(const ForwardLaunch&, cudaStream_t);
 using AttentionBackwardLauncher = cudaError_t(const BackwardLaunch&, cudaStream_t);
 using HasHopperCode = bool();  // whether Hopper's kernels were compiled for this GPU

@@ -1,7 +1,6 @@
 #pragma once
-// The backends of attention: a folder of kernels for some GPUs, with a plan.h. A new backend is a
-// folder, an enumerator of BackendId, a line in each function below, and launchers in
-// launch_attention.cpp, one of which tells whether its code runs on this GPU. Plain host code.
+// The backends of attention: a folder of kernels for some GPUs, with a plan.h. DESIGN.md says how
+// to add one. Plain host code.
 
 #include "sm80/plan.h"
 #include "sm90/plan.h"

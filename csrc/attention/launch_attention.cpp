@@ -1,4 +1,4 @@
-// Plans launches on the current device, and launches what they need.
+// Plans launches on the current device, and calls their launchers in order.
 
 #include <atomic>
 
@@ -11,15 +11,15 @@
 namespace megasoftmax {
 namespace {
 
-// The launchers of tiles on Hopper. With a bias they are in a library of their own, which takes the
-// longest to compile.
+// The launchers of Hopper's tiles. Those with a bias are in a library of their own, because they
+// take the longest to compile.
 template <class Launcher>
 struct HopperTiles {
-  Launchers<Launcher> plain, dense, table;
+  Launchers<Launcher> unbiased, dense, table_or_keys;
 
   Launchers<Launcher>& of(HopperBias bias) {
-    if (bias == HopperBias::kNone || bias == HopperBias::kSoftcap) return plain;
-    return is_dense(bias) ? dense : table;
+    if (is_unbiased(bias)) return unbiased;
+    return is_dense(bias) ? dense : table_or_keys;
   }
 };
 
@@ -30,28 +30,32 @@ HopperTiles<Forward> hopper_forward{"attention_hopper_forward", "attention_biase
 HopperTiles<Backward> hopper_backward{"attention_hopper_backward",
                                       "attention_biased_hopper_backward",
                                       "attention_biased_hopper_table_backward"};
-Launchers<Forward> portable_forward("attention_portable_forward"),
-    biased_forward("attention_biased_forward"), combine("attention_combine"),
-    biased_heads_forward("attention_biased_hopper_heads_forward");
-Launchers<Backward> portable_backward("attention_portable_backward"),
-    biased_backward("attention_biased_backward"),
-    biased_dense_backward("attention_biased_dense_backward"),
-    heads_backward("attention_hopper_heads_backward"), rows("attention_rows"),
-    diagonals("attention_diagonals"), query_gradient("attention_query_gradient"),
-    biased_gradient("attention_biased_gradient"),
-    biased_hopper_gradient("attention_biased_hopper_gradient"), bias_parts("attention_bias_parts");
+Launchers<Forward> heads_forward("attention_biased_hopper_heads_forward");
+Launchers<Forward> portable_forward("attention_portable_forward");
+Launchers<Forward> biased_forward("attention_biased_forward");
+Launchers<Forward> combine("attention_combine");
+Launchers<Backward> heads_backward("attention_hopper_heads_backward");
+Launchers<Backward> portable_backward("attention_portable_backward");
+Launchers<Backward> biased_backward("attention_biased_backward");
+Launchers<Backward> biased_dense_backward("attention_biased_dense_backward");
+Launchers<Backward> rows("attention_rows");
+Launchers<Backward> diagonals("attention_diagonals");
+Launchers<Backward> query_gradient("attention_query_gradient");
+Launchers<Backward> bias_gradient("attention_biased_bias_gradient");
+Launchers<Backward> hopper_bias_gradient("attention_biased_hopper_bias_gradient");
+Launchers<Backward> bias_parts("attention_bias_parts");
 Launchers<HasHopperCode> has_hopper_code("attention_hopper_code");
 
-Launchers<Forward>& tiles(const ForwardLaunch& launch) {
+Launchers<Forward>& tile_launchers(const ForwardLaunch& launch) {
   const auto& [params, plan] = launch;
-  if (plan.kernel == ForwardKernel::kHeads) return biased_heads_forward;
+  if (plan.kernel == ForwardKernel::kHeads) return heads_forward;
   if (plan.backend == BackendId::kSm90) return hopper_forward.of(hopper_bias(params));
   const BiasKind kind = bias_kind(params);
   const bool is_biased = kind == BiasKind::kTile || kind == BiasKind::kAny;
   return is_biased && plan.kernel == ForwardKernel::kTiles ? biased_forward : portable_forward;
 }
 
-Launchers<Backward>& tiles(const BackwardLaunch& launch) {
+Launchers<Backward>& tile_launchers(const BackwardLaunch& launch) {
   const auto& [params, plan] = launch;
   if (plan.kernel == BackwardKernel::kHeads) return heads_backward;
   if (plan.kernel == BackwardKernel::kSmall) return portable_backward;
@@ -61,12 +65,15 @@ Launchers<Backward>& tiles(const BackwardLaunch& launch) {
   return kind == BiasKind::kAny ? biased_backward : portable_backward;
 }
 
-// Calls the launcher for the type of the queries, as products take it.
+// The launcher for the type of the queries, as products take it.
+template <class Launcher>
+Launcher& launcher_for(const AttentionParams& params, Launchers<Launcher>& launchers) {
+  const DType type = params.query.type;
+  return launchers.of(type, type == DType::kFloat32 && params.is_tf32);
+}
 template <class Launcher, class Launch>
 cudaError_t call(Launchers<Launcher>& launchers, const Launch& launch, cudaStream_t stream) {
-  const DType type = launch.params.query.type;
-  const bool is_tf32 = type == DType::kFloat32 && launch.params.is_tf32;
-  return launchers.of(type, is_tf32)(launch, stream);
+  return launcher_for(launch.params, launchers)(launch, stream);
 }
 
 std::atomic<bool> are_portable_alone{false};
@@ -109,8 +116,7 @@ BackwardLaunch plan_attention_backward(const AttentionBackwardParams& params,
 cudaError_t attention_forward(const ForwardLaunch& launch, cudaStream_t stream) {
   if (launch.params.rows() == 0) return cudaSuccess;
   if (!is_valid(launch.params)) return cudaErrorInvalidValue;
-  MEGASOFTMAX_RETURN_IF_ERROR(call(tiles(launch), launch, stream));
-  // Adds up parts of rows, where keys are split and blocks have not done so.
+  MEGASOFTMAX_RETURN_IF_ERROR(call(tile_launchers(launch), launch, stream));
   return launch.plan.splits.take_workspace && launch.plan.kernel != ForwardKernel::kDecode
              ? call(combine, launch, stream)
              : cudaSuccess;
@@ -121,11 +127,16 @@ cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream
   if (!is_valid(launch.params) || is_wide(launch.params)) return cudaErrorInvalidValue;
   const BackwardPlan& plan = launch.plan;
   if (plan.kernel == BackwardKernel::kSmall) {
-    MEGASOFTMAX_RETURN_IF_ERROR(call(tiles(launch), launch, stream));
+    MEGASOFTMAX_RETURN_IF_ERROR(call(tile_launchers(launch), launch, stream));
     return plan.bias_gradient == BiasGradient::kNone ? cudaSuccess
                                                      : call(bias_parts, launch, stream);
   }
   const bool is_in_order = plan.bias_gradient == BiasGradient::kInOrder;
+  Launchers<Backward>& of_bias =
+      plan.in_order.backend == BackendId::kSm90 ? hopper_bias_gradient : bias_gradient;
+  // Libraries of kernels are built before anything is launched.
+  launcher_for(launch.params, tile_launchers(launch));
+  if (is_in_order) launcher_for(launch.params, of_bias);
   BackwardLaunch keys = launch;  // without a gradient of the bias that has a launch of its own
   AttentionBackwardParams& params = keys.params;
   if (is_in_order) {
@@ -146,15 +157,13 @@ cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.turns, 0, params.turn_count() * sizeof(uint32_t), stream));
   }
-  MEGASOFTMAX_RETURN_IF_ERROR(call(tiles(keys), keys, stream));
+  MEGASOFTMAX_RETURN_IF_ERROR(call(tile_launchers(keys), keys, stream));
   if (plan.bias_gradient == BiasGradient::kDiagonals)
     MEGASOFTMAX_RETURN_IF_ERROR(call(diagonals, keys, stream));
   if (params.query_gradient_sum != nullptr)
     MEGASOFTMAX_RETURN_IF_ERROR(call(query_gradient, keys, stream));
   if (!is_in_order || params.bias_entries() == 0) return cudaSuccess;
-  const bool is_hopper = plan.in_order.backend == BackendId::kSm90;
-  MEGASOFTMAX_RETURN_IF_ERROR(
-      call(is_hopper ? biased_hopper_gradient : biased_gradient, launch, stream));
+  MEGASOFTMAX_RETURN_IF_ERROR(call(of_bias, launch, stream));
   return call(bias_parts, launch, stream);
 }
 

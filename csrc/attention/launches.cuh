@@ -7,7 +7,7 @@
 
 namespace megasoftmax {
 
-// Calls body.operator()<kind>() if `kind` is one of kKinds.
+// Calls body.operator()<kind>() if `kind` is one of kKinds, else returns cudaErrorInvalidValue.
 template <auto... kKinds, class Kind, class Body>
 cudaError_t with_one_of(Kind kind, Body&& body) {
   cudaError_t error = cudaErrorInvalidValue;

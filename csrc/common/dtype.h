@@ -11,7 +11,7 @@ enum class DType : int32_t { kFloat16, kBFloat16, kFloat32 };
 
 __host__ __device__ constexpr int size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
-// Element types in names of launchers, see kernels.h. vector.cuh has those of C++ types.
+// Element types in names of launchers, see kernels.h. vector.cuh specializes kTypeName.
 constexpr const char* name_of(DType type) {
   return type == DType::kFloat16 ? "float16" : type == DType::kBFloat16 ? "bfloat16" : "float32";
 }

@@ -11,12 +11,12 @@
 
 namespace {
 
-using Lookup = const void*(const char* name);
+using LauncherLookup = const void*(const char* name);
 // Writes the path of the library that has a launcher and returns 1, or why there is none and
 // returns 0. 2: the user interrupted it.
-using Finder = int(const char* name, char* text, size_t size);
+using LibraryFinder = int(const char* name, char* text, size_t size);
 
-std::atomic<Finder*> finder{nullptr};
+std::atomic<LibraryFinder*> library_finder{nullptr};
 
 std::map<std::string, const void*>& registered() {
   static std::map<std::string, const void*> found;
@@ -33,8 +33,10 @@ EXPORTED const void* megasoftmax_launcher(const char* name) {
   return found == registered().end() ? nullptr : found->second;
 }
 
-// For ctypes: how libraries are found that have the launchers which this one does not have.
-EXPORTED void megasoftmax_set_kernel_finder(Finder* given) { finder = given; }
+// For ctypes: sets what finds the library of a launcher that this library lacks.
+EXPORTED void megasoftmax_set_kernel_finder(LibraryFinder* finder) {
+  library_finder = finder;
+}
 
 namespace megasoftmax {
 
@@ -47,9 +49,9 @@ const void* find_launcher(const std::string& name) {
   const auto refuse = [&](const char* why) {
     throw std::runtime_error("kernels of " + name + ": " + why);
   };
-  if (finder == nullptr) refuse("they are not in this library");
+  if (library_finder == nullptr) refuse("they are not in this library");
   std::array<char, 16384> text = {};
-  const int answer = finder.load()(name.c_str(), text.data(), text.size());
+  const int answer = library_finder.load()(name.c_str(), text.data(), text.size());
   if (answer == 2) {
     std::raise(SIGINT);  // Python raises KeyboardInterrupt once it runs again
     refuse("interrupted");
@@ -57,7 +59,7 @@ const void* find_launcher(const std::string& name) {
   if (answer != 1) refuse(text.data());
   void* const library = dlopen(text.data(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) refuse(dlerror());
-  auto* const lookup = reinterpret_cast<Lookup*>(dlsym(library, "megasoftmax_launcher"));
+  auto* const lookup = reinterpret_cast<LauncherLookup*>(dlsym(library, "megasoftmax_launcher"));
   const void* const found = lookup == nullptr ? nullptr : lookup(name.c_str());
   if (found == nullptr) refuse("they are not in their library");
   return found;

@@ -167,7 +167,6 @@ cudaError_t launch_columns(void (*kernel)(Params, ColumnsTiling), int inputs, cu
                            const Params& params) {
   using Tile = ColumnsTile<T, kElements>;
   const ColumnsShape& shape = params.shape;
-  if (shape.outer == 0 || shape.inner == 0) return cudaSuccess;
   const auto policy_for = [&](const Device& device) {
     return columns_policy(shape, kElements, sizeof(typename Tile::StripT), inputs, Tile::kBatch,
                           device.max_cluster > 1, device.shared_bytes);

@@ -38,7 +38,7 @@ struct ColumnsBackwardParams {
   DType scores_gradient_type = DType::kFloat32;
 };
 
-// What files of instances/ register for an element type, see common/kernels.h.
+// Types of launchers, see common/kernels.h.
 using ColumnsForwardLauncher = cudaError_t(const ColumnsForwardParams&, cudaStream_t);
 using ColumnsBackwardLauncher = cudaError_t(const ColumnsBackwardParams&, cudaStream_t);
 

@@ -20,7 +20,7 @@ Launchers<SoftmaxBackwardLauncher> backward("softmax_backward"),
     capped_backward("softmax_capped_backward"), dropout_backward("softmax_dropout_backward"),
     dropout_biased_backward("softmax_dropout_biased_backward");
 
-Launchers<SoftmaxForwardLauncher>& launchers(const ForwardParams& params) {
+Launchers<SoftmaxForwardLauncher>& launchers_for(const ForwardParams& params) {
   if (params.are_capped_alone()) return capped_forward;
   if (params.dropout.is_given()) return dropout_forward;
   const bool is_masked = params.mask.data != nullptr;
@@ -28,7 +28,7 @@ Launchers<SoftmaxForwardLauncher>& launchers(const ForwardParams& params) {
   return is_masked ? masked_forward : forward;
 }
 
-Launchers<SoftmaxBackwardLauncher>& launchers(const BackwardParams& params) {
+Launchers<SoftmaxBackwardLauncher>& launchers_for(const BackwardParams& params) {
   if (!params.has_scores()) return backward;
   if (params.are_capped_alone()) return capped_backward;
   return params.takes_bias_instance() ? dropout_biased_backward : dropout_backward;
@@ -56,16 +56,16 @@ cudaError_t softmax_forward(const SoftmaxForwardLaunch& launch, cudaStream_t str
   const ForwardParams& params = launch.params;
   if (params.shape.rows() == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
-  return launchers(params).of(params.scores.type)(params, launch.plan, stream);
+  return launchers_for(params).of(params.scores.type)(params, launch.plan, stream);
 }
 
 cudaError_t softmax_backward(const SoftmaxBackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& params = launch.params;
   if (launch.plan.owners.rows() == 0) return cudaSuccess;
   if (!fits_indices(params.shape, params.window)) return cudaErrorInvalidValue;
-  return launchers(params).of(params.probabilities.type)(params, launch.plan, stream);
+  return launchers_for(params).of(params.probabilities.type)(params, launch.plan, stream);
 }
 
-void force_regimes(int forward, int backward) { forced_regimes = {forward, backward}; }
+void force_regimes(int of_forward, int of_backward) { forced_regimes = {of_forward, of_backward}; }
 
 }  // namespace megasoftmax

@@ -277,16 +277,15 @@ inline constexpr RowThreshold kForwardThresholds[] = {
     {"shared_128",                   1540,      500, kSpread},  // shared_256 20%, ragged 8191
     {"shared_256",                   4480,       40, kUnmasked | kLimited | kMasked | kBiasOrRaggedMask | kDropped},
     {"shared_256",                   4480,       80, kRagged},  // shared_512 34%, ragged 12287
-    {"shared_256",                   3400,      132, kContiguous},  // shared_512 9%, 20480
-    {"shared_256",                   4480,      132, kContiguous},
-    {"shared_512",                   6656,       80, kCommon},  // cluster_256x2 17%, ragged 256 rows of 50257
+    {"shared_256",                   4480,      132, kContiguous},  // shared_512 9%, 20480
+    {"shared_512",                   6656,       80, kCommon},  // whole_gpu_256 31%, ragged 256 rows of 50257
     {"shared_512",                   6656,      132, kContiguous},  // contiguous_cluster_8 13%, 256 rows of 49152
     {"cluster_256x4",                8960,      132, kContiguous},
-    {"contiguous_cluster_8",         8192,       17, kContiguous},  // cluster_256x2 22%, 64 rows of 24576
+    {"contiguous_cluster_8",         8192,       17, kContiguous},  // cluster_256x4 25%, 64 rows of 24576
     {"contiguous_cluster_8",         8192,        0, kContiguousRagged},
     {"shared_256",                   4480,       40, kContiguous | kRagged},  // without clusters, or kRagged rows from 40 to 79
     {"shared_512",                   6656,       60, kContiguous | kCommon},  // without clusters, or kCommon rows from 60 to 79
-    {"cluster_256x4",               13600,       40, kUnmasked | kRagged | kLimited | kMasked},  // cluster_128x8 3%, ragged 98303
+    {"cluster_256x4",               13600,       40, kUnmasked | kRagged | kLimited | kMasked},  // cluster_256x8 11%, ragged 98303
     {"cluster_256x4",               17408,       40, kBiasOrRaggedMask | kDropped},  // registers leave room for three blocks at most
     {"cluster_256x4",               13600,       66, kContiguous},
     {"cluster_256x8",               17408,       66, kContiguous},
@@ -312,7 +311,7 @@ inline constexpr RowThreshold kBackwardThresholds[] = {
     // name                   max vectors  min rows  serves
     {"tile",                          136,        0, kTiny},
     {"contiguous_8x4",                 32,        0, kContiguous},  // contiguous_16x4 15%, 128
-    {"contiguous_16x4",                64,        0, kContiguous | kContiguousRagged},  // contiguous_32x4 4%, 384
+    {"contiguous_16x4",                64,        0, kContiguous | kContiguousRagged},  // contiguous_block 12%, 384
     {"contiguous_block",              128,     2100, kContiguous | kContiguousRagged},
     {"contiguous_128x1",              128,        0, kContiguous | kContiguousRagged},
     {"contiguous_block",              322,        0, kContiguous | kContiguousRagged},

@@ -11,7 +11,7 @@ namespace megasoftmax {
 using SoftmaxForwardLaunch = RowLaunch<ForwardParams, Plan>;
 using SoftmaxBackwardLaunch = RowLaunch<BackwardParams, Plan>;
 
-// What files of instances/ register for an element type, see common/kernels.h.
+// Types of launchers, see common/kernels.h.
 using SoftmaxForwardLauncher = cudaError_t(const ForwardParams&, const Plan&, cudaStream_t);
 using SoftmaxBackwardLauncher = cudaError_t(const BackwardParams&, const Plan&, cudaStream_t);
 

@@ -9,7 +9,7 @@ namespace megasoftmax {
 namespace {
 int forced_regime = -1;
 
-// Of the capped forward pass: rows that are capped alone, with unit stride.
+// capped_forward serves rows of unit stride that are capped alone.
 Launchers<TopkForwardLauncher> forward("topk_forward"), capped_forward("topk_capped_forward");
 Launchers<TopkBackwardLauncher> backward("topk_backward");
 

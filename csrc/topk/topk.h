@@ -11,7 +11,7 @@ namespace megasoftmax {
 using TopkForwardLaunch = RowLaunch<TopkForwardParams, TopkPlan>;
 using TopkBackwardLaunch = RowLaunch<TopkBackwardParams, TopkPlan>;
 
-// What files of instances/ register for an element type, see common/kernels.h.
+// Types of launchers, see common/kernels.h.
 using TopkForwardLauncher = cudaError_t(const TopkForwardParams&, const TopkPlan&, cudaStream_t);
 using TopkBackwardLauncher = cudaError_t(const TopkBackwardParams&, const TopkPlan&, cudaStream_t);
 

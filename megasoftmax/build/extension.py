@@ -205,10 +205,10 @@ _SECONDS = {
     "attention_biased_backward": 15,
     "attention_biased_dense_backward": 15,
     "attention_biased_forward": 20,
-    "attention_biased_gradient": 20,
+    "attention_biased_bias_gradient": 20,
     "attention_biased_hopper_backward": 35,
     "attention_biased_hopper_forward": 30,
-    "attention_biased_hopper_gradient": 6,
+    "attention_biased_hopper_bias_gradient": 6,
     "attention_biased_hopper_heads_forward": 15,
     "attention_biased_hopper_table_backward": 35,
     "attention_biased_hopper_table_forward": 30,
@@ -235,10 +235,10 @@ _SECONDS = {
 }
 
 
-# The compiled part without what is in instances/.
+# The library of all sources outside instances/.
 OPERATORS = "operators"
-# Kernels whose names begin so are libraries of their own, one for each element type. A call builds
-# those that it needs.
+# Each prefix of launchers' names has one library of kernels for each element type. The longest
+# prefix that fits counts.
 _GROUPS = (
     *("attention", "attention_biased", "columns", "softmax", "softmax_biased"),
     *("softmax_capped", "softmax_dropout", "topk", "topk_capped"),
@@ -251,7 +251,7 @@ def sources(component: str | None = None) -> list[Path]:
     """The files to compile, the slowest first, so that no slow one is left for the end.
 
     Args:
-        component: OPERATORS, or one of `names_of_kernels`; None: all files.
+        component: OPERATORS, or one of `libraries_of_kernels`; None: all files.
     """
     files = [*CSRC.rglob("*.cu"), *CSRC.rglob("*.cpp")]
     files = [path for path in files if path.parent != CSRC / "host"]
@@ -262,15 +262,16 @@ def sources(component: str | None = None) -> list[Path]:
     return sorted(sorted(files), key=seconds_to_compile, reverse=True)
 
 
-def names_of_kernels() -> list[str]:
+def libraries_of_kernels() -> list[str]:
     """The libraries of kernels, such as softmax_float16."""
     return sorted({_component_of(path) for path in sources()} - {OPERATORS})
 
 
 def library_of(launcher: str) -> str:
-    """The library of kernels that has a launcher, by its name as in csrc/common/kernels.h."""
+    """The library of kernels that has a launcher: softmax_float16 of softmax_forward_float16."""
     name, _, element_type = launcher.rpartition("_")
-    group = max((each for each in _GROUPS if f"{name}_".startswith(f"{each}_")), key=len)
+    fitting = (each for each in _GROUPS if f"{name}_".startswith(f"{each}_"))
+    group = max(fitting, key=len, default=name)
     return f"{group}_{element_type}"
 
 

@@ -377,31 +377,29 @@ def _find_or_build(component: str) -> Path:
 def _find_kernels(name: bytes, text: Any, size: int) -> int:
     """For csrc/common/kernels.cpp: the library of a launcher, built first where that is needed.
 
-    What it raised, ctypes would print and forget. A build that failed is not tried again.
+    What it raised, ctypes would print and forget. A build that failed is not tried again. All
+    launchers of a library come from one file, though the sources change meanwhile.
 
     Returns:
         1 and the path in `text`; 0 and the reason; or _INTERRUPTED.
     """
     kernels = extension.library_of(name.decode())
-    if kernels not in _why_no_kernels:
+    if kernels not in _answers:
         try:
-            path = os.fsencode(_find_or_build(kernels))
-            ctypes.memmove(text, path + b"\0", len(path) + 1)
-            return 1
+            _answers[kernels] = 1, os.fsencode(_find_or_build(kernels))
         except KeyboardInterrupt:
             return _INTERRUPTED
         except BaseException as error:
-            command = f"python -m megasoftmax build --only {kernels}"
-            why = _why_no_kernels[kernels] = f"{error}. `{command}` compiles them"
-    else:
-        why = _why_no_kernels[kernels]
-    # As much of it as there is room for, in whole characters.
-    answer = why.encode(errors="replace")[: size - 1].decode(errors="ignore").encode()
+            why = f"{error}. `python -m megasoftmax build --only {kernels}` compiles them"
+            # As much of it as there is room for, in whole characters.
+            room = why.encode(errors="replace")[: size - 1]
+            _answers[kernels] = 0, room.decode(errors="ignore").encode()
+    code, answer = _answers[kernels]
     ctypes.memmove(text, answer + b"\0", len(answer) + 1)
-    return 0
+    return code
 
 
-_why_no_kernels: dict[str, str] = {}
+_answers: dict[str, tuple[int, bytes]] = {}  # by library
 _INTERRUPTED = 2  # the library raises the signal again, when Python's code has returned
 
 

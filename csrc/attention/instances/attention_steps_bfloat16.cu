@@ -1,4 +1,4 @@
-#include "../steps.cuh"
+#include "../dispatch.cuh"
 
 namespace megasoftmax {
 const Registration<__nv_bfloat16, AttentionForwardLauncher> combine("attention_combine",

@@ -1,4 +1,4 @@
-#include "../steps.cuh"
+#include "../dispatch.cuh"
 
 namespace megasoftmax {
 const Registration<Tf32, AttentionForwardLauncher> combine("attention_combine",

@@ -73,7 +73,7 @@ cudaError_t launch_forward_with(const ForwardLaunch& launch, cudaStream_t stream
   });
 }
 
-// Of a launch whose bias is of one of these kinds.
+// For the bias of the launch, which is one of kKinds.
 template <class T, BiasKind... kKinds>
 cudaError_t launch_tiles_forward(const ForwardLaunch& launch, cudaStream_t stream) {
   if (launch.plan.kernel != ForwardKernel::kTiles) return cudaErrorInvalidValue;
@@ -130,7 +130,7 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
   });
 }
 
-// Of a launch whose bias is of one of these kinds.
+// For the bias of the launch, which is one of kKinds.
 template <class T, BiasKind... kKinds>
 cudaError_t launch_tiles_backward(const BackwardLaunch& launch, cudaStream_t stream) {
   return with_one_of<kKinds...>(bias_kind(launch.params), [&]<BiasKind kBias>() {

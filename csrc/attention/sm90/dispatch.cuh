@@ -120,7 +120,7 @@ cudaError_t launch_forward_with(const ForwardLaunch& launch, cudaStream_t stream
   });
 }
 
-// Of a launch with one of these biases.
+// For the bias of the launch, which is one of kBiases.
 template <class T, HopperBias... kBiases>
 cudaError_t launch_hopper_forward(const ForwardLaunch& launch, cudaStream_t stream) {
   const HopperBias bias = hopper_bias(launch.params, kAttentionHopperTiles[launch.plan.tile]);
@@ -332,7 +332,7 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
   });
 }
 
-// Of a launch with one of these biases.
+// For the bias of the launch, which is one of kBiases.
 template <class T, HopperBias... kBiases>
 cudaError_t launch_hopper_backward(const BackwardLaunch& launch, cudaStream_t stream) {
   const HopperBias bias =

@@ -28,6 +28,9 @@ enum class HopperBias {
 constexpr bool is_dense(HopperBias bias) {
   return bias == HopperBias::kTile || bias == HopperBias::kRows;
 }
+constexpr bool is_unbiased(HopperBias bias) {
+  return bias == HopperBias::kNone || bias == HopperBias::kSoftcap;
+}
 constexpr bool is_bias(HopperBias bias) { return is_dense(bias) || bias == HopperBias::kTable; }
 
 inline HopperBias hopper_bias(const AttentionParams& params) {

@@ -2,5 +2,5 @@
 
 namespace megasoftmax {
 const Registration<__half, AttentionBackwardLauncher> registration(
-    "attention_biased_hopper_gradient", launch_hopper_bias_gradient<__half>);
+    "attention_biased_hopper_bias_gradient", launch_hopper_bias_gradient<__half>);
 }  // namespace megasoftmax

@@ -1,5 +1,5 @@
 #pragma once
-// What all backends share: the launches before and after those of a backend.
+// The launchers that all backends share, before and after those of tiles.
 
 #include "../common/device.h"
 #include "../common/kernels.h"
@@ -26,7 +26,8 @@ cudaError_t launch_combine(const ForwardLaunch& launch, cudaStream_t stream) {
       stream, params);
 }
 
-// The gradient of a table from sums along diagonals of tiles. Its kernels are the same for all T.
+// The gradient of a table from sums along diagonals of tiles. Each library has these kernels, and T
+// is there for the name alone.
 template <class T>
 cudaError_t launch_diagonals(const BackwardLaunch& launch, cudaStream_t stream) {
   const AttentionBackwardParams& params = launch.params;
