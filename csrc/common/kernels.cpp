@@ -34,9 +34,7 @@ EXPORTED const void* megasoftmax_launcher(const char* name) {
 }
 
 // For ctypes: sets what finds the library of a launcher that this library lacks.
-EXPORTED void megasoftmax_set_kernel_finder(LibraryFinder* finder) {
-  library_finder = finder;
-}
+EXPORTED void megasoftmax_set_kernel_finder(LibraryFinder* finder) { library_finder = finder; }
 
 namespace megasoftmax {
 
