@@ -67,7 +67,7 @@ from megasoftmax.build import extension, library
 for component in (extension.OPERATORS, *{names!r}):
     library.build_component(component, extension.check_tools(), ({architecture!r},))
 """
-WHEEL_CALLS = ("first softmax", "first attention, forward and backward")
+WHEEL_CALLS = ("first softmax", "first attention with a bias, forward and backward")
 
 
 def main(
