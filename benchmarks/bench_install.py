@@ -59,7 +59,7 @@ CALLS = {
 }
 # Name of a first call -> groups of kernels that it compiles.
 GROUPS = dict(
-    zip(CALLS, ("softmax", "topk", "attention", "attention attention_biased"), strict=True)
+    zip(CALLS, ("softmax", "topk_tiles", "attention", "attention attention_biased"), strict=True)
 )
 ARCHITECTURES = ("8.6", "9.0a")
 BUILD = """

@@ -658,6 +658,7 @@ def test_progress_is_a_bar_or_few_lines(monkeypatch, tmp_path, is_terminal):
 
 LAUNCHERS = """
 #include "common/kernels.h"
+#include "common/registration.h"
 
 namespace megasoftmax {{
 template <>

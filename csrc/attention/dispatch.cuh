@@ -2,8 +2,8 @@
 // The launchers that all backends share, before and after those of tiles.
 
 #include "../common/device.h"
-#include "../common/kernels.h"
 #include "../common/launch.cuh"
+#include "../common/registration.h"
 #include "attention.h"
 #include "launches.cuh"
 #include "parts.cuh"

@@ -9,6 +9,8 @@
 #include <map>
 #include <stdexcept>
 
+#include "registration.h"
+
 namespace {
 
 using LauncherLookup = const void*(const char* name);
@@ -38,8 +40,8 @@ EXPORTED void megasoftmax_set_kernel_finder(LibraryFinder* finder) { library_fin
 
 namespace megasoftmax {
 
-void register_launcher(const std::string& name, const void* launcher) {
-  registered()[name] = launcher;
+void register_launcher(const char* name, const char* type_name, const void* launcher) {
+  registered()[std::string(name) + "_" + type_name] = launcher;
 }
 
 const void* find_launcher(const std::string& name) {

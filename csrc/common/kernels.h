@@ -12,19 +12,8 @@
 
 namespace megasoftmax {
 
-void register_launcher(const std::string& name, const void* launcher);
-
 // Throws std::runtime_error with the reason if there is none of this name.
 const void* find_launcher(const std::string& name);
-
-// Registers a launcher of this library for T.
-template <class T, class Launcher>
-struct Registration {
-  Registration(const std::string& name, Launcher* launcher) {
-    static_assert(kTypeName<T> != nullptr);
-    register_launcher(name + "_" + kTypeName<T>, reinterpret_cast<const void*>(launcher));
-  }
-};
 
 // The launchers of one name for all element types.
 template <class Launcher>

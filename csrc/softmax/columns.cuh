@@ -10,8 +10,8 @@
 #include <initializer_list>
 
 #include "../common/device.h"
-#include "../common/kernels.h"
 #include "../common/launch.cuh"
+#include "../common/registration.h"
 #include "columns_tile.cuh"
 #include "denominator.cuh"
 #include "plan.h"

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../common/kernels.h"
 #include "../common/launch.cuh"
+#include "../common/registration.h"
 #include "backward.cuh"
 #include "contiguous.cuh"
 #include "flat.cuh"

@@ -73,22 +73,26 @@ cudaError_t launch_topk_rows(const TopkForwardParams& params, const TopkPlan& pl
   });
 }
 
+// kTopkTile and kTopkRouter.
+template <class T>
+cudaError_t launch_topk_tiles_forward(const TopkForwardParams& params, const TopkPlan& plan,
+                                      cudaStream_t stream) {
+  if (plan.regime == kTopkTile) return launch_topk_tiles<T>(params, plan, stream);
+  const auto launch_kernel = [&]<ChosenBy kBy>() {
+    const auto kernel = router_list_length(params.k) == 8 ? topk_router_kernel<T, 8, kBy>
+                                                          : topk_router_kernel<T, kTileMaxK, kBy>;
+    return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+                  plan.shared_bytes, Together::kNot, 1, stream, params, plan.tiles);
+  };
+  if (params.selection_bias == nullptr)
+    return launch_kernel.template operator()<ChosenBy::kLogits>();
+  return params.sigmoid ? launch_kernel.template operator()<ChosenBy::kSigmoidAndBias>()
+                        : launch_kernel.template operator()<ChosenBy::kSoftmaxAndBias>();
+}
+
 template <class T>
 cudaError_t launch_topk_forward(const TopkForwardParams& params, const TopkPlan& plan,
                                 cudaStream_t stream) {
-  if (plan.regime == kTopkTile) return launch_topk_tiles<T>(params, plan, stream);
-  if (plan.regime == kTopkRouter) {
-    const auto launch_kernel = [&]<ChosenBy kBy>() {
-      const auto kernel = router_list_length(params.k) == 8 ? topk_router_kernel<T, 8, kBy>
-                                                            : topk_router_kernel<T, kTileMaxK, kBy>;
-      return launch(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
-                    plan.shared_bytes, Together::kNot, 1, stream, params, plan.tiles);
-    };
-    if (params.selection_bias == nullptr)
-      return launch_kernel.template operator()<ChosenBy::kLogits>();
-    return params.sigmoid ? launch_kernel.template operator()<ChosenBy::kSigmoidAndBias>()
-                          : launch_kernel.template operator()<ChosenBy::kSoftmaxAndBias>();
-  }
   return with_policies<T>(params, [&]<class Mask, class Bias>() {
     return launch_topk_rows<T, Mask, Bias>(params, plan, stream);
   });

@@ -9,9 +9,17 @@ namespace megasoftmax {
 namespace {
 int forced_regime = -1;
 
-// capped_forward serves rows of unit stride that are capped alone.
-Launchers<TopkForwardLauncher> forward("topk_forward"), capped_forward("topk_capped_forward");
+Launchers<TopkForwardLauncher> forward("topk_forward");
+Launchers<TopkForwardLauncher> capped_forward("topk_capped_forward");
+Launchers<TopkForwardLauncher> tiles_forward("topk_tiles_forward");
 Launchers<TopkBackwardLauncher> backward("topk_backward");
+
+Launchers<TopkForwardLauncher>& launchers_for(const TopkForwardLaunch& launch) {
+  const auto& [params, plan] = launch;
+  if (params.are_capped_alone() && plan.has_unit_stride) return capped_forward;
+  const bool has_tiles = plan.regime == kTopkTile || plan.regime == kTopkRouter;
+  return has_tiles ? tiles_forward : forward;
+}
 
 bool is_valid(const TopkParams& params) {
   return fits_indices(params.shape, Window{}) && params.k >= 0 && params.k <= kMaxK;
@@ -44,8 +52,7 @@ cudaError_t topk_forward(const TopkForwardLaunch& launch, cudaStream_t stream) {
   if (params.shape.rows() == 0) return cudaSuccess;
   if (!is_valid(params) || params.k > params.shape.columns) return cudaErrorInvalidValue;
   if (params.are_of_router() && !is_valid_router(params)) return cudaErrorInvalidValue;
-  const bool is_capped = params.are_capped_alone() && launch.plan.has_unit_stride;
-  return (is_capped ? capped_forward : forward).of(params.scores.type)(params, launch.plan, stream);
+  return launchers_for(launch).of(params.scores.type)(params, launch.plan, stream);
 }
 
 cudaError_t topk_backward(const TopkBackwardLaunch& launch, cudaStream_t stream) {

@@ -231,7 +231,8 @@ _SECONDS = {
     "softmax_masked_forward": 15,
     "topk_backward": 20,
     "topk_capped_forward": 15,
-    "topk_forward": 25,
+    "topk_forward": 15,
+    "topk_tiles_forward": 10,
 }
 
 
@@ -241,7 +242,7 @@ OPERATORS = "operators"
 # prefix that fits counts.
 _GROUPS = (
     *("attention", "attention_biased", "columns", "softmax", "softmax_biased"),
-    *("softmax_capped", "softmax_dropout", "topk", "topk_capped"),
+    *("softmax_capped", "softmax_dropout", "topk", "topk_capped", "topk_tiles"),
 )
 # Every library of kernels has these files, too.
 _COMMON = ("common/device.cu", "common/kernels.cpp")

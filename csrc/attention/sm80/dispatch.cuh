@@ -1,7 +1,7 @@
 #pragma once
 // From a plan to one of the portable kernels.
 
-#include "../../common/kernels.h"
+#include "../../common/registration.h"
 #include "../attention.h"
 #include "../launches.cuh"
 #include "backward.cuh"

@@ -2,8 +2,8 @@
 // From a plan to one of Hopper's kernels.
 
 #include "../../common/device.h"
-#include "../../common/kernels.h"
 #include "../../common/launch.cuh"
+#include "../../common/registration.h"
 #include "../attention.h"
 #include "../launches.cuh"
 #include "backward_heads.cuh"
