@@ -233,11 +233,17 @@ def origin(name: str, script: str) -> str:
         return f"Not measured yet: `python benchmarks/{script}` writes {name}."
     row = rows[-1]
     commits = list(dict.fromkeys(each["commit"] for each in rows))
-    devices = dict.fromkeys(each.get("gpu") or each["device"] for each in rows)
+    devices: dict[str, dict[str, None]] = {}  # of each release of torch
+    for each in rows:
+        device = each.get("gpu") or each["device"]
+        devices.setdefault(each["torch"], {})["no GPU" if device == "none" else device] = None
+    measured_on = "; ".join(
+        f"{' and '.join(names)}, torch {torch}" for torch, names in devices.items()
+    )
     with_transformers = f", transformers {row['transformers']}" if "transformers" in row else ""
     return (
         f"Every case: [{name}](../benchmarks/results/{name}), from `python benchmarks/{script}`. "
-        f"{' and '.join(devices)}, torch {row['torch']}{with_transformers}, "
+        f"{measured_on}{with_transformers}, "
         f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}, {row['date']}."
     )
 

@@ -1,6 +1,6 @@
 #pragma once
-// How files of instances/ register launchers, see kernels.h. It includes nothing of the standard
-// library, which each of these files would read again.
+// How files of instances/ register launchers, which kernels.h finds. It is apart from kernels.h
+// because <string> and <atomic> would make each of these files slower to compile.
 
 #include "dtype.h"
 

@@ -1,6 +1,8 @@
 #pragma once
 // From a plan to one kernel: policies from what is present, the kernel's shape from its regime.
 
+#include "../common/launch.cuh"
+#include "../common/registration.h"
 #include "../softmax/dispatch.cuh"
 #include "backward.cuh"
 #include "forward.cuh"
@@ -43,7 +45,7 @@ cudaError_t launch_topk_tiles(const TopkForwardParams& params, const TopkPlan& p
   return cudaErrorInvalidValue;
 }
 
-// Rows that are no tiles.
+// Rows that neither tiles nor routers take.
 template <class T, class Mask, class Bias>
 cudaError_t launch_topk_rows(const TopkForwardParams& params, const TopkPlan& plan,
                              cudaStream_t stream) {
@@ -73,7 +75,7 @@ cudaError_t launch_topk_rows(const TopkForwardParams& params, const TopkPlan& pl
   });
 }
 
-// kTopkTile and kTopkRouter.
+// Launches what plans of kTopkTile and kTopkRouter name.
 template <class T>
 cudaError_t launch_topk_tiles_forward(const TopkForwardParams& params, const TopkPlan& plan,
                                       cudaStream_t stream) {
