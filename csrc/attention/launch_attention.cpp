@@ -134,8 +134,9 @@ cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream
   const bool is_in_order = plan.bias_gradient == BiasGradient::kInOrder;
   Launchers<Backward>& of_bias =
       plan.in_order.backend == BackendId::kSm90 ? hopper_bias_gradient : bias_gradient;
+  Launchers<Backward>& tiles = tile_launchers(launch);
   // Libraries of kernels are built before anything is launched.
-  launcher_for(launch.params, tile_launchers(launch));
+  launcher_for(launch.params, tiles);
   if (is_in_order) launcher_for(launch.params, of_bias);
   BackwardLaunch keys = launch;  // without a gradient of the bias that has a launch of its own
   AttentionBackwardParams& params = keys.params;
@@ -157,7 +158,7 @@ cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream
     MEGASOFTMAX_RETURN_IF_ERROR(
         cudaMemsetAsync(params.turns, 0, params.turn_count() * sizeof(uint32_t), stream));
   }
-  MEGASOFTMAX_RETURN_IF_ERROR(call(tile_launchers(keys), keys, stream));
+  MEGASOFTMAX_RETURN_IF_ERROR(call(tiles, keys, stream));
   if (plan.bias_gradient == BiasGradient::kDiagonals)
     MEGASOFTMAX_RETURN_IF_ERROR(call(diagonals, keys, stream));
   if (params.query_gradient_sum != nullptr)
