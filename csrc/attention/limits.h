@@ -270,13 +270,11 @@ struct AttentionHopperBiasGradientTile {
   int stages;   // members in shared memory at a time
   int percent;  // measured time of an entry, of what kWorkOfClock says
   static constexpr int kCopierRegisters = 24;
-  static constexpr int kStepsOfStart = 2;  // what a block takes to begin and to end
+  static constexpr int kStepsOfStart = 6;  // what a block takes to begin and to end
 
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
   constexpr int keys() const { return tile_keys; }
-  // Bits of a mask are copied 16 bytes at a time, those of 128 keys.
-  constexpr bool takes_mask() const { return tile_keys % 128 == 0; }
 };
 // clang-format off
 inline constexpr AttentionHopperBiasGradientTile kAttentionHopperBiasGradientTiles[] = {

@@ -231,9 +231,8 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
   return with_regime(
       kAttentionHopperBiasGradientTiles, launch.plan.in_order.tile, [&]<int kIndex>() {
         using Memory = HopperBiasGradientMemory<kIndex>;
-        constexpr bool kTakesMask = Memory::kTile.takes_mask();
         const auto kernel = params.block_mask.words != nullptr
-                                ? attention_hopper_bias_gradient_kernel<T, kTakesMask, kIndex>
+                                ? attention_hopper_bias_gradient_kernel<T, true, kIndex>
                                 : attention_hopper_bias_gradient_kernel<T, false, kIndex>;
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         const int64_t blocks = params.bias_parts * params.bias_batches() * params.bias_heads() *
@@ -310,7 +309,8 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
         // others slower.
         constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
         constexpr bool kHasInstanceForTurns =
-            !kIsWide && (is_bias(kBias) || kMask == HopperMask::kAny);
+            !kIsWide && (is_bias(kBias) || kMask == HopperMask::kAny) &&
+            !(kBias == HopperBias::kTable && kMask == HopperMask::kKeys);
         if constexpr (kIsWide && kMask == HopperMask::kNone) {
           if (params.order_of_turns == OrderOfTurns::kFirstKeysFirst)
             return launch_kernel.template operator()<kMask, true>();
@@ -325,7 +325,7 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
       }
       if constexpr (kBias != HopperBias::kSoftcap) {
         if (mask == HopperMask::kKeys)
-          return launch_kernel.template operator()<HopperMask::kKeys, false>();
+          return launch_with_mask.template operator()<HopperMask::kKeys>();
       }
       return launch_with_mask.template operator()<widest_mask(kBias)>();
     }

@@ -120,12 +120,12 @@ inline HopperMask hopper_mask(const AttentionForwardParams& params,
              : mask;
 }
 // Backward, a block serves all heads that share its keys, so their mask must be the same. Softcaps,
-// and turns beside a dense or relative bias, have no kernels for it.
+// and turns beside a relative bias, have no kernels for it.
 inline HopperMask hopper_mask(const AttentionBackwardParams& params) {
   const HopperMask mask = hopper_mask(static_cast<const AttentionParams&>(params));
   const bool is_of_keys = params.heads_per_key_head.divisor == 1 || params.mask.head_stride == 0;
-  const bool has_kernel =
-      !params.softcap.is_given() && (params.turns == nullptr || !is_bias(hopper_bias(params)));
+  const bool has_kernel = !params.softcap.is_given() &&
+                          (params.turns == nullptr || hopper_bias(params) != HopperBias::kTable);
   return mask == HopperMask::kKeys && !(is_of_keys && has_kernel) ? HopperMask::kAny : mask;
 }
 // Whether kernels have OrderOfTurns::kFirstKeysFirst. A gradient of a bias of keys is summed head
@@ -347,7 +347,6 @@ inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
     if (std::max(params.head_dim, params.value_dim) > tile.head_dim) continue;
     if (plan.tile >= 0 && tile.head_dim > kAttentionHopperBiasGradientTiles[plan.tile].head_dim)
       break;
-    if (params.mask.data != nullptr && !tile.takes_mask()) continue;
     const BiasGradientParts parts = bias_gradient_parts(params, tile, 1, device);
     if (parts.time >= least) continue;
     least = parts.time;
