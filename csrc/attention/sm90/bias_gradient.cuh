@@ -1,7 +1,8 @@
 #pragma once
 // dB of a bias that batches or heads share, on Hopper, in float32 and always in the same order. As
 // in sm80/bias_gradient_in_order.cuh a block owns a tile of the bias, keeps its sums in registers
-// and takes its members one after the other, in parts.
+// and takes its members one after the other, in parts. Above a head dimension of 32 blocks are
+// persistent: the first members of the next tile are copied while sums of a tile are stored.
 //
 // One warp copies what a member has for the tile. Each of the other warpgroups has 64 queries and
 // all keys, at first 64 of them, then the others. Queries are in rows, so a lane needs the
@@ -39,7 +40,7 @@ struct HopperBiasGradientMemory {
   static constexpr int kRowsAt = kBiasBytes + kStages * kStageBytes;
   static constexpr int kBitsAt = kRowsAt + kStages * kRowsBytes;
   static constexpr int kBarriersAt = kBitsAt + kStages * kBitBytes;
-  static constexpr int kBytes = kBarriersAt + 8 * (1 + 2 * kStages);
+  static constexpr int kBytes = kBarriersAt + 8 * (2 + 2 * kStages);
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
 
   // Keys of a half, in groups of eight.
@@ -60,12 +61,14 @@ struct HopperBiasGradientMemory {
   __device__ uint32_t bits(int stage) const { return address + kBitsAt + stage * kBitBytes; }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier bias_is_there() const { return barrier(0); }
-  __device__ Barrier stage_is_there(int stage) const { return barrier(1 + stage); }
-  __device__ Barrier stage_is_used(int stage) const { return barrier(1 + kStages + stage); }
+  __device__ Barrier bias_is_used() const { return barrier(1); }
+  __device__ Barrier stage_is_there(int stage) const { return barrier(2 + stage); }
+  __device__ Barrier stage_is_used(int stage) const { return barrier(2 + kStages + stage); }
 
   // Called by one thread before others use the barriers.
   __device__ void init_barriers() const {
     bias_is_there().init(1);
+    bias_is_used().init(4 * kWarpgroups);
     for (int stage = 0; stage < kStages; ++stage) {
       stage_is_there(stage).init(1);
       stage_is_used(stage).init(4 * kWarpgroups);
@@ -74,67 +77,80 @@ struct HopperBiasGradientMemory {
   }
 };
 
-// What a block owns. Tiles of a head lie side by side: blocks that run at a time read the same
-// members.
+// A tile and a part of its members. Tiles of a head lie side by side: blocks that run at a time
+// read the same members.
 template <class Memory>
 struct TileOfBias {
   const int key_tiles, tiles, tile, first_query, first_key;
   const BiasMembers members;
 
-  __device__ explicit TileOfBias(const AttentionBackwardParams& params)
+  __device__ TileOfBias(const AttentionBackwardParams& params, int index)
       : key_tiles(divide_up(params.keys, Memory::kKeys)),
         tiles(key_tiles * divide_up(params.queries, Memory::kQueries)),
-        tile(static_cast<int>(blockIdx.x) % tiles),
+        tile(index % tiles),
         first_query(tile / key_tiles * Memory::kQueries),
         first_key(tile % key_tiles * Memory::kKeys),
-        members(params, static_cast<int>(blockIdx.x) / tiles) {}
+        members(params, index / tiles) {}
+  // Parts of all tiles.
+  __host__ __device__ static int64_t count(const AttentionBackwardParams& params) {
+    return params.bias_parts * params.bias_batches() * params.bias_heads() *
+           divide_up(params.queries, Memory::kQueries) * divide_up(params.keys, Memory::kKeys);
+  }
 };
 
 // The copying thread.
 template <class Memory>
 __device__ __forceinline__ void copy_members(const AttentionBackwardParams& params,
-                                             const NarrowTensorMaps& maps, const Memory& memory,
-                                             const TileOfBias<Memory>& tile) {
-  const BiasMembers& members = tile.members;
-  const int query = tile.first_query, key = tile.first_key;
-  memory.bias_is_there().arrive_and_expect(Memory::kBiasBytes);
-  for (int i = 0; i < 2 * Memory::kWarpgroups; ++i)
-    start_copy_of_box(memory.bias(i / 2, i % 2), maps.bias, memory.bias_is_there(),
-                      key + 64 * (i % 2), query + 64 * (i / 2), members.head, members.batch);
+                                             const NarrowTensorMaps& maps, const Memory& memory) {
   const bool has_bits = params.block_mask.words != nullptr;
-  const int row_bytes =
-      min(Memory::kQueries, params.queries - query) * static_cast<int>(sizeof(RowOfBackward));
-  const int first_copy = key / Memory::kKeysOfCopy;
-  const int last_copy = (min(key + Memory::kKeys, params.keys) - 1) / Memory::kKeysOfCopy;
-  const int bit_bytes = has_bits ? Memory::kBytesOfCopy * (last_copy - first_copy + 1) : 0;
-  for (int step = 0; members.begin + step < members.end; ++step) {
-    int batch, head, key_head, rest;
-    members.place(params, members.begin + step, batch, head);
-    params.heads_per_key_head.split(head, key_head, rest);
-    const int stage = step % Memory::kStages;
-    memory.stage_is_used(stage).wait((step / Memory::kStages & 1) ^ 1);
-    const Barrier there = memory.stage_is_there(stage);
-    there.arrive_and_expect(Memory::kStageBytes + row_bytes + bit_bytes);
-    start_copy_of_box(memory.queries(stage), maps.query, there, 0, query, head, batch);
-    start_copy_of_box(memory.keys(stage), maps.key, there, 0, key, key_head, batch);
-    start_copy_of_box(memory.gradients(stage), maps.output_gradient, there, 0, query, head, batch);
-    start_copy_of_box(memory.values(stage), maps.value, there, 0, key, key_head, batch);
-    start_copy_of_bytes(memory.rows(stage),
-                        params.rows_of_backward + params.row_index(batch, head, query), row_bytes,
-                        there);
-    if (has_bits)
-      start_copy_of_bytes(memory.bits(stage),
-                          params.block_mask.of(batch, head) + params.block_mask.layout.bits() +
-                              first_copy * (Memory::kKeysOfCopy / 32),
-                          bit_bytes, there);
+  const int64_t tiles = TileOfBias<Memory>::count(params);
+  int step = 0;  // of all tiles
+  for (int64_t index = blockIdx.x, round = 0; index < tiles; index += gridDim.x, ++round) {
+    const TileOfBias<Memory> tile(params, static_cast<int>(index));
+    const BiasMembers& members = tile.members;
+    const int query = tile.first_query, key = tile.first_key;
+    const int row_bytes =
+        min(Memory::kQueries, params.queries - query) * static_cast<int>(sizeof(RowOfBackward));
+    const int first_copy = key / Memory::kKeysOfCopy;
+    const int last_copy = (min(key + Memory::kKeys, params.keys) - 1) / Memory::kKeysOfCopy;
+    const int bit_bytes = has_bits ? Memory::kBytesOfCopy * (last_copy - first_copy + 1) : 0;
+    for (int member = members.begin; member < members.end; ++member, ++step) {
+      int batch, head, key_head, rest;
+      members.place(params, member, batch, head);
+      params.heads_per_key_head.split(head, key_head, rest);
+      const int stage = step % Memory::kStages;
+      memory.stage_is_used(stage).wait((step / Memory::kStages & 1) ^ 1);
+      const Barrier there = memory.stage_is_there(stage);
+      there.arrive_and_expect(Memory::kStageBytes + row_bytes + bit_bytes);
+      start_copy_of_box(memory.queries(stage), maps.query, there, 0, query, head, batch);
+      start_copy_of_box(memory.keys(stage), maps.key, there, 0, key, key_head, batch);
+      start_copy_of_box(memory.gradients(stage), maps.output_gradient, there, 0, query, head,
+                        batch);
+      start_copy_of_box(memory.values(stage), maps.value, there, 0, key, key_head, batch);
+      start_copy_of_bytes(memory.rows(stage),
+                          params.rows_of_backward + params.row_index(batch, head, query), row_bytes,
+                          there);
+      if (has_bits)
+        start_copy_of_bytes(memory.bits(stage),
+                            params.block_mask.of(batch, head) + params.block_mask.layout.bits() +
+                                first_copy * (Memory::kKeysOfCopy / 32),
+                            bit_bytes, there);
+      if (member > members.begin) continue;
+      // The place of the bias is taken until the tile before ends.
+      memory.bias_is_used().wait((round & 1) ^ 1);
+      memory.bias_is_there().arrive_and_expect(Memory::kBiasBytes);
+      for (int i = 0; i < 2 * Memory::kWarpgroups; ++i)
+        start_copy_of_box(memory.bias(i / 2, i % 2), maps.bias, memory.bias_is_there(),
+                          key + 64 * (i % 2), query + 64 * (i / 2), members.head, members.batch);
+    }
+    if constexpr (!Memory::kTile.is_persistent()) break;
   }
 }
 
-// A warpgroup with 64 queries and all keys of the tile.
+// A warpgroup with 64 queries and all keys of a tile.
 template <class T, bool kMasksKeys, class Memory>
 __device__ __forceinline__ void sum_members(const AttentionBackwardParams& params,
-                                            const Memory& memory, const TileOfBias<Memory>& tile,
-                                            int warpgroup) {
+                                            const Memory& memory, int warpgroup) {
   constexpr int kRowBytes = Memory::kRowBytes, kHalfBytes = 64 * kRowBytes;
   // With registers for it, products of the second half run while the first one is added. With a
   // third stage those of the next step also run while the second half is added. Beside the branches
@@ -145,10 +161,9 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const FirstElement mine;
-  const BiasMembers& members = tile.members;
   using Panel = Tile<T, 64, 64>;
 
-  float weights[kBuffers][8][4], gradients[kBuffers][8][4], sums[2][8][4] = {};
+  float weights[kBuffers][8][4], gradients[kBuffers][8][4], sums[2][8][4];
   const auto start = [&]<int kHalf>(int step) {
     const int stage = step % Memory::kStages;
     using Part = float (&)[Memory::eights(kHalf)][4];
@@ -180,9 +195,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     };
     are_plain = __all_sync(~0u, is_plain(rows[0]) && is_plain(rows[1])) != 0;
   };
-  // The bits of the first key of this tile in what is copied.
-  const int first_bit =
-      Memory::kKeys % Memory::kKeysOfCopy == 0 ? 0 : tile.first_key % Memory::kKeysOfCopy;
+  int first_bit = 0;  // that of the first key of a tile in what is copied
   const auto add = [&]<int kHalf>(int stage) {
     constexpr int kBuffer = kHalf % kBuffers;
     constexpr int kN = Memory::eights(kHalf);
@@ -251,42 +264,12 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     }
   };
 
-  memory.bias_is_there().wait(0);
-  const int steps = members.end - members.begin;
   const auto wait_for_stage = [&](int step) {
     memory.stage_is_there(step % Memory::kStages).wait(step / Memory::kStages & 1);
   };
-  if (kStartsNextStep && steps > 0) {
-    wait_for_stage(0);
-    start.template operator()<0>(0);
-  }
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    const int stage = step % Memory::kStages;
-    if constexpr (kStartsNextStep) {
-      wait_for_products<0>();
-    } else {
-      wait_for_stage(step);
-      start.template operator()<0>(step);
-    }
-    if constexpr (kBuffers == 2) start.template operator()<1>(step);
-    load_rows(stage);  // while products run
-    if constexpr (!kStartsNextStep) wait_for_products<kBuffers - 1>();
-    add.template operator()<0>(stage);
-    if constexpr (kBuffers == 1) start.template operator()<1>(step);
-    wait_for_products<0>();
-    if constexpr (kStartsNextStep) {  // after the last step: products that nobody reads
-      if (step + 1 < steps) wait_for_stage(step + 1);
-      start.template operator()<0>(step + 1);
-    }
-    add.template operator()<1>(stage);
-    __syncwarp();  // all lanes have read its rows
-    if (lane == 0) memory.stage_is_used(stage).arrive();
-  }
-  wait_for_products<0>();
-
-  const int64_t pitch = params.bias_pitch();
-  const auto store = [&]<class Out>(Out* entries) {
+  const auto store = [&]<class Out>(const TileOfBias<Memory>& tile, Out* entries) {
+    const BiasMembers& members = tile.members;
+    const int64_t pitch = params.bias_pitch();
     entries += (members.batch * params.bias_heads() + members.head) * params.queries * pitch;
 #pragma unroll
     for (int i = 0; i < Memory::kKeys / 2; i += 2) {
@@ -298,8 +281,58 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
         *reinterpret_cast<Pack<Out, 2>*>(entries + query * pitch + key) = Pack<Out, 2>::round(pair);
     }
   };
-  params.bias_parts > 1 ? store(params.bias_part(members.part))
-                        : store(static_cast<T*>(params.bias_gradient));
+  const int tiles = static_cast<int>(TileOfBias<Memory>::count(params));
+  int step = 0;  // of all tiles
+  if constexpr (kStartsNextStep) {
+    wait_for_stage(0);
+    start.template operator()<0>(0);
+  }
+  uint32_t round = 0;
+#pragma unroll 1
+  for (int index = static_cast<int>(blockIdx.x); index < tiles; index += gridDim.x, ++round) {
+    int end = step;
+    {
+      const TileOfBias<Memory> tile(params, index);
+      end += tile.members.end - tile.members.begin;
+      if constexpr (Memory::kKeys % Memory::kKeysOfCopy != 0)
+        first_bit = tile.first_key % Memory::kKeysOfCopy;
+    }
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums[i / 32][i / 4 % 8][i % 4] = 0.f;
+    memory.bias_is_there().wait(round & 1);
+    // One more, of the next tile.
+    [[maybe_unused]] const int end_of_copies =
+        index + static_cast<int>(gridDim.x) < tiles ? end + 1 : end;
+#pragma unroll 1
+    for (; step < end; ++step) {
+      const int stage = step % Memory::kStages;
+      if constexpr (kStartsNextStep) {
+        wait_for_products<0>();
+      } else {
+        wait_for_stage(step);
+        start.template operator()<0>(step);
+      }
+      if constexpr (kBuffers == 2) start.template operator()<1>(step);
+      load_rows(stage);  // while products run
+      if constexpr (!kStartsNextStep) wait_for_products<kBuffers - 1>();
+      add.template operator()<0>(stage);
+      if constexpr (kBuffers == 1) start.template operator()<1>(step);
+      wait_for_products<0>();
+      if constexpr (kStartsNextStep) {  // after the last step: products that nobody reads
+        if (step + 1 < end_of_copies) wait_for_stage(step + 1);
+        start.template operator()<0>(step + 1);
+      }
+      add.template operator()<1>(stage);
+      __syncwarp();  // all lanes have read its rows
+      if (lane == 0) memory.stage_is_used(stage).arrive();
+    }
+    if (lane == 0) memory.bias_is_used().arrive();
+    const TileOfBias<Memory> tile(params, unknown(index));  // not kept in registers until here
+    params.bias_parts > 1 ? store(tile, params.bias_part(tile.members.part))
+                          : store(tile, static_cast<T*>(params.bias_gradient));
+    if constexpr (!Memory::kTile.is_persistent()) break;
+  }
+  wait_for_products<0>();
 }
 
 template <class T, bool kMasksKeys, int kIndex>
@@ -313,14 +346,13 @@ __global__ void __launch_bounds__(kAttentionHopperBiasGradientTiles[kIndex].thre
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
   if (threadIdx.x == 0) memory.init_barriers();
   __syncthreads();
-  const TileOfBias<Memory> tile(params);
   if (warpgroup < 0) {
-    give_registers<Memory::kTile.kCopierRegisters>();
-    if (threadIdx.x == 0) copy_members(params, maps, memory, tile);
+    give_registers<Memory::kTile.copier_registers()>();
+    if (threadIdx.x == 0) copy_members(params, maps, memory);
     return;
   }
   take_registers<Memory::kTile.registers>();
-  sum_members<T, kMasksKeys>(params, memory, tile, warpgroup);
+  sum_members<T, kMasksKeys>(params, memory, warpgroup);
 #endif
 }
 

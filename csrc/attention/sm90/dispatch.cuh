@@ -235,10 +235,11 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
                                 ? attention_hopper_bias_gradient_kernel<T, true, kIndex>
                                 : attention_hopper_bias_gradient_kernel<T, false, kIndex>;
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
-        const int64_t blocks = params.bias_parts * params.bias_batches() * params.bias_heads() *
-                               divide_up(params.queries, Memory::kQueries) *
-                               divide_up(params.keys, Memory::kKeys);
-        if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+        const int64_t tiles = TileOfBias<Memory>::count(params);
+        if (tiles > INT32_MAX) return cudaErrorInvalidValue;
+        const int64_t blocks = Memory::kTile.is_persistent()
+                                   ? std::min<int64_t>(tiles, current_device().multiprocessors)
+                                   : tiles;
         NarrowTensorMaps maps;
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_narrow_maps(maps, params, Memory::kQueries, Memory::kKeys, Memory::kRowBytes));
