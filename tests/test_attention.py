@@ -678,6 +678,28 @@ def test_gradients_of_shared_biases_in_order(
             check(q, k, v, **{"bias": bias} | options, what=what)
 
 
+@gpu_with_all_kernels
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", [48, 64, 128])
+@pytest.mark.parametrize("keys", [331, 336])  # rows of a bias begin anywhere, or at 16 bytes
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_masks_of_keys_beside_biases(
+    is_shared: bool, keys: int, dim: int, dtype: torch.dtype, in_order: bool
+) -> None:
+    """Blocks take turns at dQ. Those with keys 128 to 255 have none in every second batch."""
+    batch = 3000 // dim  # a sum of dQ for each tile of keys would take 18 MB
+    q, k, v = tensors("cuda", dtype, batch=batch, lengths=(200, keys), dims=(dim, dim))
+    shape = (1 if is_shared else batch, 4, 200, keys)
+    bias = normal(*shape, device="cuda", dtype=dtype, seed=4).requires_grad_()
+    mask = coin(batch, 1, 1, keys, device="cuda", odds=0.3, seed=6)
+    mask[::2, ..., 128:256] = True
+    mask[1] = True  # a batch sees nothing
+    with deterministic(in_order, warn_only=True):
+        check(q, k, v, bias=bias, what="bias")
+        check(q, k, v, bias=bias, mask=mask, what="masked")
+
+
 @gpu
 @pytest.mark.parametrize("sharing", ["batches", "all", "heads", "groups"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -103,10 +103,11 @@ template <class Memory>
 __device__ __forceinline__ void copy_members(const AttentionBackwardParams& params,
                                              const NarrowTensorMaps& maps, const Memory& memory) {
   const bool has_bits = params.block_mask.words != nullptr;
-  const int64_t tiles = TileOfBias<Memory>::count(params);
-  int step = 0;  // of all tiles
-  for (int64_t index = blockIdx.x, round = 0; index < tiles; index += gridDim.x, ++round) {
-    const TileOfBias<Memory> tile(params, static_cast<int>(index));
+  const int tiles = static_cast<int>(TileOfBias<Memory>::count(params));
+  int step = 0;  // of all tiles, of which each has a member
+  uint32_t round = 0;
+  for (int index = static_cast<int>(blockIdx.x); index < tiles; index += gridDim.x, ++round) {
+    const TileOfBias<Memory> tile(params, index);
     const BiasMembers& members = tile.members;
     const int query = tile.first_query, key = tile.first_key;
     const int row_bytes =
@@ -153,8 +154,8 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
                                             const Memory& memory, int warpgroup) {
   constexpr int kRowBytes = Memory::kRowBytes, kHalfBytes = 64 * kRowBytes;
   // With registers for it, products of the second half run while the first one is added. With a
-  // third stage those of the next step also run while the second half is added. Beside the branches
-  // of a mask that gains nothing.
+  // third stage those of the next step also run while the second half is added. With a mask that
+  // gained nothing.
   constexpr int kBuffers = Memory::kTile.registers > 160 ? 2 : 1;
   constexpr bool kStartsNextStep = kBuffers == 2 && Memory::kStages > 2 && !kMasksKeys;
   extern __shared__ __align__(1024) char shared_memory[];
@@ -248,11 +249,9 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     if constexpr (!kMasksKeys) {
       weigh.template operator()<false>();
       are_plain ? add_if(is_any) : add_if(is_counted);
-      return;
-    }
-    // With a mask no branch parts weights from sums: the compiler fills waits of one with
-    // instructions of the other. Without a mask that takes 5 to 11% longer.
-    if (!are_plain) {
+      // With a mask no branch parts weights from sums: the compiler fills waits of one with
+      // instructions of the other. Without a mask that takes 5 to 11% longer.
+    } else if (!are_plain) {
       weigh.template operator()<false>();
       add_if(is_counted);
     } else if (has_bits) {
@@ -326,6 +325,9 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       __syncwarp();  // all lanes have read its rows
       if (lane == 0) memory.stage_is_used(stage).arrive();
     }
+    touch(sums[0]);  // the bias was read
+    touch(sums[1]);
+    __syncwarp();
     if (lane == 0) memory.bias_is_used().arrive();
     const TileOfBias<Memory> tile(params, unknown(index));  // not kept in registers until here
     params.bias_parts > 1 ? store(tile, params.bias_part(tile.members.part))

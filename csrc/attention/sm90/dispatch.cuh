@@ -236,10 +236,9 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
                                 : attention_hopper_bias_gradient_kernel<T, false, kIndex>;
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         const int64_t tiles = TileOfBias<Memory>::count(params);
-        if (tiles > INT32_MAX) return cudaErrorInvalidValue;
-        const int64_t blocks = Memory::kTile.is_persistent()
-                                   ? std::min<int64_t>(tiles, current_device().multiprocessors)
-                                   : tiles;
+        const int64_t room = current_device().multiprocessors;
+        if (tiles > INT32_MAX - room) return cudaErrorInvalidValue;  // blocks count beyond the last
+        const int64_t blocks = Memory::kTile.is_persistent() ? std::min(tiles, room) : tiles;
         NarrowTensorMaps maps;
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_narrow_maps(maps, params, Memory::kQueries, Memory::kKeys, Memory::kRowBytes));
@@ -309,13 +308,14 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
         // dimension of 128, those with it have OrderOfTurns::kFirstKeysFirst, which would make the
         // others slower.
         constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
+        // A relative bias beside a mask of keys takes the kernel for all masks: see hopper_mask.
         constexpr bool kHasInstanceForTurns =
             !kIsWide && (is_bias(kBias) || kMask == HopperMask::kAny) &&
             !(kBias == HopperBias::kTable && kMask == HopperMask::kKeys);
         if constexpr (kIsWide && kMask == HopperMask::kNone) {
           if (params.order_of_turns == OrderOfTurns::kFirstKeysFirst)
             return launch_kernel.template operator()<kMask, true>();
-        } else if constexpr (kHasInstanceForTurns && kBias != HopperBias::kRows) {
+        } else if constexpr (kHasInstanceForTurns) {
           if (params.turns != nullptr) return launch_kernel.template operator()<kMask, true>();
         }
         return launch_kernel.template operator()<kMask, false>();

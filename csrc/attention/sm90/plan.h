@@ -150,7 +150,7 @@ inline OrderOfTurns hopper_order_of_turns(const AttentionBackwardParams& params,
 }
 
 // Backward, warps that would be idle bring rows that begin anywhere to their places. In shared
-// memory these rows have the place of masks. Turns have no kernels for them.
+// memory these rows have the place of masks.
 inline HopperBias hopper_bias(const AttentionBackwardParams& params,
                               const AttentionHopperBackwardTile& tile) {
   const bool serves_rows = (params.bias_gradient_kind == BiasGradient::kNone ||
@@ -478,9 +478,7 @@ struct Sm90 {
     }
     plan.clears_bias_gradient =
         plan.bias_gradient != BiasGradient::kShared && plan.bias_gradient != BiasGradient::kKeys;
-    const bool has_turns = plan.query_gradient == QueryGradient::kInTurns;
-    plan.reads_bias_in_place =
-        reads_in_place(params, has_turns ? hopper_bias(params) : hopper_bias(params, tile));
+    plan.reads_bias_in_place = reads_in_place(params, hopper_bias(params, tile));
     plan.finish(params);
     return plan;
   }
