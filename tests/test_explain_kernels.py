@@ -601,6 +601,17 @@ def test_order_of_gradients(
     assert not hopper or "gradient" not in explain_attention(*shape, **options).why
 
 
+@pytest.mark.parametrize(
+    ("batch", "dim", "in_order"), [(32, 48, True), (31, 48, False), (32, 40, True), (48, 56, False)]
+)
+def test_gradients_of_biases_are_in_order_in_any_mode_where_that_is_fast(
+    batch: int, dim: int, in_order: bool
+) -> None:
+    found = explain_attention(batch, 16, 768, dim, backward=True, bias=True, bias_gradient=True)
+    assert found.hopper
+    assert (BIAS_IN_ORDER in found.why) == in_order
+
+
 def test_time_of_attention_is_the_longer_one() -> None:
     found = explain_attention(1, 1, 64, 64)
     shares = {

@@ -264,6 +264,12 @@ inline constexpr AttentionHopperHeadsForwardTile kAttentionHopperHeadsForwardTil
 // are faster than those that halve it.
 inline constexpr int kFewestMembersOfBias = 4, kFewestMembersOfHalvedBias = 96;
 
+// Up to this head dimension, and from so many batches and heads that share a bias on, dB is summed
+// in order in any mode, which rounds once. 48 x 16 x 768 x 48 takes 5% less so where heads lie side
+// by side, and 4 to 7% more where the rows of a head do. With 5 batches it takes 12% more, and at
+// 64 5 to 15%.
+inline constexpr int kMostHeadDimInOrder = 48, kFewestMembersInOrder = 32;
+
 // dB of a shared bias, summed in order on Hopper: each warpgroup has 64 queries and all keys.
 struct AttentionHopperBiasGradientTile {
   int head_dim, warpgroups, tile_keys, registers;
