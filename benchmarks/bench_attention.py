@@ -84,17 +84,11 @@ def implementations(inputs: Inputs, like: Sequence[str] = ()) -> dict[str, measu
     def ours(table: Tensor | None = table, during: measure.Context | None = None) -> measure.Way:
         window = None if case.window is None else (case.window, 0)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"causal": case.causal, "window": window, "softcap": case.softcap}
+
+        def attend(*tensors: Tensor) -> Tensor:
             added = bias if table is None else megasoftmax.RelativeBias(table)
-            return megasoftmax.attention(
-                *(q, k, v),
-                bias=added,
-                causal=case.causal,
-                window=window,
-                softcap=case.softcap,
-                sink=inputs.sink,
-                fused=q.is_cuda or None,
-            )
+            return peers.ours(bias=added, sink=inputs.sink, **options)(*tensors)
 
         return way(attend, bias if table is None else table, during=during)
 

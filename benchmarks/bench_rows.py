@@ -4,8 +4,8 @@ A case is a tensor [rows, columns] and a pass. Its fewest bytes are those of one
 or of gradient and probabilities, and one write; the copy is one of a tensor of the same size, in
 the same rounds. The implementations take turns, as in bench_softmax.py.
 
-`timing` says how: "call" is a call from Python with the L2 cache flushed before it. Cases below
-64 MiB have a further line, "graph": a CUDA graph of 20 calls, of which each counts for a twentieth.
+`timing` says how: "call" is a call from Python with the L2 cache flushed before it. Scores below
+32 MiB have a further line, "graph": a CUDA graph of 20 calls, of which each counts for a twentieth.
 What the host needs for a launch is not in it, and the tensors may stay in the L2 cache from one
 call to the next, those of the copy too.
 """
@@ -25,8 +25,6 @@ import megasoftmax
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 PASSES = ("forward", "backward")
-SMALL = 64 * 2**20  # bytes of scores and probabilities together
-CALLS = 20  # in a graph
 LARGE = 256 * 2**20  # bytes of the scores in the sweep over columns
 MOST = 4 * 2**30  # bytes of the scores: each implementation keeps as many for its backward
 QUACK_COLUMNS = 2**20  # beyond, it fails once it has compiled
@@ -128,8 +126,8 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
         implementations(case, scores),
         scores,
         {"forward": 2 * case.bytes, "backward": 3 * case.bytes},
+        graphs=True,
         gradient=lambda output: gradient,
-        graph_calls=CALLS if 2 * case.bytes < SMALL else 0,
     )
 
 

@@ -14,6 +14,7 @@ What the host needs for a launch is not in it, and the logits may stay in the L2
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import measure
@@ -26,8 +27,6 @@ from torch import Tensor
 import megasoftmax
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
-SMALL = 32 * 2**20  # bytes of the logits
-CALLS = 20  # in a graph
 STATISTICS = 3 * 4  # bytes of a row
 TOP_P = 0.9
 CALLS_OF = ("limits", "router", "sample", "softcap")
@@ -114,28 +113,19 @@ CASES = [
 ]
 
 
-def routers_and_samplers(case: Case, logits: Tensor) -> dict[str, measure.Build]:
+def routers_and_samplers(case: Case, logits: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Those of calls with more options than k."""
     fused, k, device = logits.is_cuda or None, case.k, logits.device
     scale = torch.rand(case.rows, device=device) + 0.5
     bias = torch.rand(case.columns, device=device) / 8
     seed = torch.tensor([1], device=device)
+    limits = {"top_k": k, "top_p": TOP_P}
 
-    def limited() -> Tensor:
-        return megasoftmax.softmax_topk(
-            logits, k, scale=scale, top_k=k, top_p=TOP_P, renormalize=True, fused=fused
-        )[0]
-
-    def capped() -> Tensor:
-        return megasoftmax.softmax_topk(logits, k, softcap=30.0, fused=fused)[0]
-
-    def routed() -> Tensor:
-        return megasoftmax.softmax_topk(
-            logits, k, score="sigmoid", selection_bias=bias, renormalize=True, fused=fused
-        )[0]
+    def ours(**options: Any) -> Callable[[], Tensor]:
+        return lambda: megasoftmax.softmax_topk(logits, k, fused=fused, **options)[0]
 
     def drawn() -> Tensor:
-        return megasoftmax.sample(logits, k, top_k=k, top_p=TOP_P, seed=seed, fused=fused)
+        return megasoftmax.sample(logits, k, **limits, seed=seed, fused=fused)
 
     def routed_by_torch() -> Tensor:
         scores = logits.float().sigmoid()
@@ -143,39 +133,30 @@ def routers_and_samplers(case: Case, logits: Tensor) -> dict[str, measure.Build]
         weights = scores.gather(-1, chosen)
         return weights / weights.sum(-1, keepdim=True)
 
-    def way(function: Callable[[], Tensor], passes: tuple[str, ...] = ("forward",)) -> Any:
-        return lambda: measure.Way(function, (logits,), passes=passes)
-
     if case.data == "limits":
-        return {OURS: way(limited)}
+        return {OURS: ours(scale=scale, renormalize=True, **limits)}
     if case.data == "softcap":
-        return {OURS: way(capped, ("forward", "backward") if case.backward else ("forward",))}
+        return {OURS: ours(softcap=30.0)}
     if case.data == "router":
-        both = ("forward", "backward")
-        return {OURS: way(routed, both), "sigmoid, topk": way(routed_by_torch, both)}
-    ways = {
-        OURS: way(drawn),
-        "topk, multinomial": way(lambda: peers.sample_torch(logits, k, TOP_P)),
-        "warpers": way(lambda: peers.sample_by_warpers(logits, k, TOP_P)),
-    }
+        routed = ours(score="sigmoid", selection_bias=bias, renormalize=True)
+        return {OURS: routed, "sigmoid, topk": routed_by_torch}
+    samplers = {"topk, multinomial": peers.sample_torch, "warpers": peers.sample_by_warpers}
     if peers.is_there("FlashInfer"):
-        sampler = peers.sample_flashinfer()
-        ways["FlashInfer"] = way(lambda: sampler(logits, k, TOP_P))
-    return ways
+        samplers["FlashInfer"] = peers.sample_flashinfer()
+    by_peers = {name: partial(sampler, logits, k, TOP_P) for name, sampler in samplers.items()}
+    return {OURS: drawn, **by_peers}
 
 
 def implementations(case: Case, logits: Tensor) -> dict[str, measure.Build]:
     """All that are to be timed."""
     if case.data in CALLS_OF:
-        return routers_and_samplers(case, logits)
+        return measure.ways_of(routers_and_samplers(case, logits), (logits,))
 
     def way(function: Callable[..., tuple[Tensor, Tensor]], has_backward: bool) -> measure.Way:
         passes = ("forward", "backward") if has_backward else ("forward",)
         return measure.Way(lambda: function(logits, case.k)[0], (logits,), passes=passes)
 
-    def ours(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return megasoftmax.softmax_topk(logits, k, fused=logits.is_cuda or None)
-
+    ours = partial(megasoftmax.softmax_topk, fused=logits.is_cuda or None)
     ways: dict[str, measure.Build] = {OURS: lambda: way(ours, True)}
     if case.data == "normal":
         ways["softmax, topk"] = lambda: way(peers.softmax_then_topk, True)
@@ -190,9 +171,7 @@ def implementations(case: Case, logits: Tensor) -> dict[str, measure.Build]:
 def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     with run.on_device():
         logits = case.logits().requires_grad_(case.data != "sample")
-    graph_calls = CALLS if case.bytes < SMALL else 0
-    ways = implementations(case, logits)
-    return run.beside_copy(ways, logits, case.fewest, graph_calls=graph_calls)
+    return run.beside_copy(implementations(case, logits), logits, case.fewest, graphs=True)
 
 
 main = measure.command("topk.csv", CASES, rows_of, rounds=9, stream=measure.own_stream)

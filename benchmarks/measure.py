@@ -41,6 +41,8 @@ Result = TypeVar("Result")
 BOTH = "forward+backward"
 HEAD_START = 1_000_000  # GPU cycles, about 0.5 ms: the host is done before the GPU begins
 LONG_START = 4 * HEAD_START  # autograd and compiled code need the host for longer
+SMALL = 32 * 2**20  # bytes of a tensor, below which CUDA graphs are timed too
+CALLS = 20  # in a graph
 
 
 def provenance(commit_of_copy: str = "", device: str | None = None) -> dict[str, str]:
@@ -404,14 +406,22 @@ class Run:
                     yield {**place, "implementation": name, **columns}
 
     def beside_copy(
-        self, ways: "Mapping[str, Build]", source: Tensor, fewest: Mapping[str, int], **options: Any
+        self,
+        ways: "Mapping[str, Build]",
+        source: Tensor,
+        fewest: Mapping[str, int],
+        graphs: bool = False,
+        **options: Any,
     ) -> Iterator[Row]:
         """Rows of passes with their shares of the bandwidth that a copy of a tensor reaches.
 
         Args:
             fewest: bytes that each pass has to read and write.
+            graphs: rows have a column "timing". It says "call", and of a small tensor also "graph".
             options: of `rows`.
         """
+        if graphs:
+            options["graph_calls"] = CALLS if source.nbytes < SMALL else 0
         copied, target, plain = 2 * source.nbytes, torch.empty_like(source), source.detach()
 
         def figures(direction: str, name: str, times: Times) -> Row:
@@ -458,9 +468,9 @@ class Way:
 Build = Callable[[], Way]
 
 
-def ways_of(functions: Calls) -> dict[str, Build]:
-    """Those of calls without gradients."""
-    return {name: functools.partial(Way, function) for name, function in functions.items()}
+def ways_of(functions: Calls, leaves: Sequence[Tensor] = ()) -> dict[str, Build]:
+    """Those of calls, all of which have the same leaves."""
+    return {name: functools.partial(Way, call, leaves) for name, call in functions.items()}
 
 
 def within(context: Context | None, function: Callable[[], Result]) -> Callable[[], Result]:

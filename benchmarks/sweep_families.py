@@ -14,7 +14,6 @@ although it says so, or raises an error that does not name the model or layer an
 """
 
 import copy
-import csv
 import logging
 import sys
 import warnings
@@ -29,7 +28,7 @@ import measure
 import torch
 import transformers
 import typer
-from measured import RESULTS
+from measured import RESULTS, read
 from plot import fill_pages
 from rich.console import Console
 from rich.progress import track
@@ -309,32 +308,20 @@ def main(
         console.print(f"{count:4} by name: {by_name}; by patch_model: {by_patch_model}")
     if any(verdict in FAULTS for pair in counts for verdict in pair):
         sys.exit(1)
-    if not only:
+    if update or not only:
         write(rows)
-    elif update:
-        write_again(rows)
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Into results/families.csv and docs/families.md."""
+    """Into results/families.csv, where rows of other classes stay, and docs/families.md."""
     common = {"transformers": transformers.__version__} | measure.provenance()
     del common["gpu"]
-    with measure.results(RESULTS / FILE, common) as write_row:
-        for row in rows:
-            write_row(row)
-    fill_pages()
-
-
-def write_again(rows: list[dict[str, Any]]) -> None:
-    """Rows of a few classes in place of those in results/families.csv; the others stay."""
-    with (RESULTS / FILE).open(newline="") as file:
-        before = list(csv.DictReader(file))
-    common = {"transformers": transformers.__version__} | measure.provenance()
-    found = {row["class"]: row for row in before} | {row["class"]: common | row for row in rows}
-    with (RESULTS / FILE).open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(before[0]), extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found.values())
+    found: dict[str, dict[str, Any]] = {row["class"]: row for row in read(FILE)}
+    found |= {row["class"]: common | row for row in rows}
+    with measure.results(RESULTS / FILE, {}) as write_row:
+        for name in CLASSES:
+            if name in found:
+                write_row(found[name])
     fill_pages()
 
 
