@@ -39,6 +39,7 @@ class Case(measure.Case):
     variant: str
     direction: str
     peer: str = EAGER
+    k: int = 0
 
     def __str__(self) -> str:
         dtype = measure.dtype_name(self.dtype)
@@ -49,14 +50,10 @@ PASSES = ("forward", BOTH)
 DTYPES = (torch.float32, torch.bfloat16)
 SCORES = (4, 8, 512, 512)
 QUERIES = ((16, 4, 64, 32), (8, 8, 128, 32), (2, 8, 256, 64), (1, 8, 512, 64), (4, 8, 512, 64))
-LOGITS = {  # and k
-    (16, 8): 4,
-    (256, 128): 4,
-    (4096, 64): 8,
-    (64, 4096): 4,
-    (4, 50257): 50,
-    (64, 50257): 50,
-}
+LOGITS = (  # and k
+    *(((16, 8), 4), ((256, 128), 4), ((4096, 64), 8)),
+    *(((64, 4096), 4), ((4, 50257), 50), ((64, 50257), 50)),
+)
 VARIANTS = ("masked", "causal", "causal, dropout")
 BIASES = ("bias", "causal, bias")  # [1, heads, tokens, tokens]
 CASES = [
@@ -65,8 +62,8 @@ CASES = [
     *(Case(QUERIES[2], *each, SDPA) for each in product(DTYPES[:1], BIASES[1:], PASSES)),
     *(Case(QUERIES[2], *each, SDPA) for each in product(DTYPES[1:], BIASES[:1], PASSES)),
     *(
-        Case(shape, DTYPES[0], f"top {k}", direction, TOPK)
-        for shape, k in LOGITS.items()
+        Case(shape, DTYPES[0], f"top {k}", direction, TOPK, k)
+        for shape, k in LOGITS
         for direction in PASSES
     ),
 ]
@@ -102,7 +99,7 @@ def attention(case: Case) -> Ways:
 
 
 def softmax_topk(case: Case) -> Ways:
-    logits, k = torch.randn(case.shape).to(case.dtype).requires_grad_(), LOGITS[case.shape]
+    logits, k = torch.randn(case.shape).to(case.dtype).requires_grad_(), case.k
     return {
         TOPK: lambda: Way(lambda: peers.softmax_then_topk(logits, k)[0], (logits,)),
         OURS: lambda: Way(lambda: megasoftmax.softmax_topk(logits, k)[0], (logits,)),
