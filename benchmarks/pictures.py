@@ -183,10 +183,7 @@ def draw_topk(rows: list[Row]) -> plt.Figure:
             for (count, columns, dtype, k, _, found), case in cases.items()
             if found == direction
         }
-        draw_marks(axis, labels, "microseconds", direction, "µs, less is better")
-        axis.set_xlim(auto=True)
-        axis.set_xscale("log")
-        axis.autoscale(axis="x")
+        draw_microseconds(axis, labels, direction)
         axis.xaxis.set_minor_formatter(NullFormatter())
     return figure
 
@@ -201,14 +198,8 @@ def draw_shared_biases(rows: list[Row]) -> plt.Figure:
     """Microseconds of both passes, on a logarithmic axis."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 7), sharey=True)
     for axis, direction in zip(axes, ("forward", "forward+backward"), strict=True):
-        cases: dict[str, Case] = {}
-        for row in rows:
-            if row["pass"] == direction:
-                cases.setdefault(row["case"], {})[row["implementation"]] = row
-        draw_marks(axis, cases, "microseconds", direction, "µs, less is better")
-        axis.set_xlim(auto=True)
-        axis.set_xscale("log")
-        axis.autoscale(axis="x")
+        cases = by_model(row for row in rows if row["pass"] == direction)
+        draw_microseconds(axis, cases, direction)
     return figure
 
 
@@ -324,9 +315,7 @@ def draw_tuning(rows: list[Row]) -> plt.Figure:
             axis.set_title(f"{direction}, {panel}")
             draw_regimes(axis, directions[direction])
     axes[0, 0].set_ylim(0, 1.1 * largest(rows, "percent_of_copy"))
-    handles = [
-        plt.Line2D([], [], color=color, label=label) for label, color in dict(KEPT.values()).items()
-    ]
+    handles = [plt.Line2D([], [], color=color) for color in dict(KEPT.values()).values()]
     handles.append(plt.Line2D([], [], linestyle="", marker="o", color="none", markeredgecolor=INK))
     labels = [*dict(KEPT.values()), "the regime that is chosen"]
     figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
@@ -343,15 +332,14 @@ def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
     for border in {int(row["longest"]) for row in chosen if row["longest"]}:
         if min(lengths) <= border <= max(lengths):
             axis.axvline(border, color=GREY, linewidth=0.8, linestyle=":")
-    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for row in rows:
-        lines[row["regime"]].append((int(row["columns"]), float(row["percent_of_copy"])))
+    lines = points_by("regime", rows, "columns", "percent_of_copy")
     for regime, points in lines.items():
         axis.plot(*zip(*points, strict=True), color=color_of(regime), linewidth=1, alpha=0.45)
-    marks: dict[str, list[tuple[int, float]]] = defaultdict(list)  # by colour
+    coloured = [row | {"color": color_of(row["regime"])} for row in chosen]
+    for color, points in points_by("color", coloured, "columns", "percent_of_copy").items():
+        axis.plot(*zip(*points, strict=True), "o", color=color, markeredgecolor=INK, markersize=5)
     for row in chosen:
         columns, percent = int(row["columns"]), float(row["percent_of_copy"])
-        marks[color_of(row["regime"])].append((columns, percent))
         if percent > OUTLIER and row["timing"] == "graph":
             # Fewest bytes over those of the copy; rows in a graph are unmasked.
             share = 1.5 if row["direction"] == "backward" else 1
@@ -359,8 +347,6 @@ def draw_regimes(axis: plt.Axes, rows: list[Row]) -> None:
             label = f"{columns:,} columns: the copy took {copy:.1f} µs"
             place = {"textcoords": "offset points", "xytext": (-6, -2), "ha": "right"}
             axis.annotate(label, (columns, percent), fontsize=8, **place)
-    for color, points in marks.items():
-        axis.plot(*zip(*points, strict=True), "o", color=color, markeredgecolor=INK, markersize=5)
     axis.axhline(100, color=INK, linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("columns")
@@ -415,14 +401,19 @@ def draw_points(axis: plt.Axes, points: Points, line: str = "", **style: Any) ->
             axis.plot(*zip(*points[name], strict=True), f"{shape}{line}", color=color, **style)
 
 
+def points_by(field: str, rows: Iterable[Row], length: str, figure: str) -> Points:
+    """{value of the field: a figure of its rows over a length}."""
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        points[row[field]].append((int(row[length]), float(row[figure])))
+    return points
+
+
 def draw_lengths(
     axis: plt.Axes, rows: Iterable[Row], length: str, figure: str, **style: Any
 ) -> None:
     """A figure of each row, in per cent, over a length."""
-    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        points[row["implementation"]].append((int(row[length]), float(row[figure])))
-    draw_points(axis, points, **style)
+    draw_points(axis, points_by("implementation", rows, length, figure), **style)
     axis.axhline(100, color=INK, linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlabel(length)
@@ -447,6 +438,14 @@ def draw_marks(
     axis.set_axisbelow(True)
     axis.set_title(title)
     axis.set_xlabel(label)
+
+
+def draw_microseconds(axis: plt.Axes, cases: Mapping[str, Case], title: str) -> None:
+    """As `draw_marks`, on a logarithmic axis."""
+    draw_marks(axis, cases, "microseconds", title, "µs, less is better")
+    axis.set_xlim(auto=True)
+    axis.set_xscale("log")
+    axis.autoscale(axis="x")
 
 
 def add_legend(figure: plt.Figure, names: set[str]) -> None:
