@@ -5,6 +5,7 @@ arguments, and leaves its tensors as they were. `why_not_fused` must raise the s
 CPU what it says runs must be what ran. Values are those of no oracle: other families check them.
 """
 
+import inspect
 import math
 import re
 import tempfile
@@ -190,7 +191,7 @@ VALUES: dict[str, list[Make]] = {
     "bias": BIAS,
     "relative bias": TABLE,
     "any bias": [*BIAS, *TABLE],
-    "mask or bias": [*MASK, *BIAS],
+    "attn_mask": [*MASK, *BIAS],
     "no mask or mask": [*_of(None), *MASK],
     "visible": [
         lambda call: (
@@ -201,9 +202,9 @@ VALUES: dict[str, list[Make]] = {
     ],
     "scores": [lambda call: call.normal(*call.pairs)],
     "scores of 3 dimensions": [lambda call: call.normal(*call.pairs[1:])],
-    "buckets": _of(8, numpy.int16(4), 3),
+    "relative_buckets": _of(8, numpy.int16(4), 3),
     "count": COUNT,
-    "distance": _of(16, numpy.int64(9)),
+    "max_distance": _of(16, numpy.int64(9)),
     "distance or count": [*_of(16), *COUNT],
     "dim": [lambda call: call.random.randrange(-5, 5), *_of(numpy.int64(-1))],
     "device": [lambda call: call.data.device, *_of(torch.device("meta"))],
@@ -231,20 +232,48 @@ VALUES: dict[str, list[Make]] = {
     "float slopes": [lambda call: call.normal(call.sizes.heads, dtype=FLOAT)],
     "softcap": _of(0.0, 10.0),
     "ids": [lambda call: call.integers(2, call.sizes.keys)],
-    "integers": [lambda call: call.integers(2)],
+    "n": [lambda call: call.integers(2)],
     "keep": [lambda call: call.bools(2, call.sizes.keys)],
     "size of blocks": _of(64, numpy.int64(128)),
-    "two tensors": [lambda call: [call.normal(4, 2), call.normal(4, 2)]],
+    "tensors": [lambda call: [call.normal(4, 2), call.normal(4, 2)]],
     "outputs": [lambda call: [call.normal(*call.pairs) for _ in range(2)]],
     "lses": [lambda call: [call.normal(*call.pairs[:3], dtype=FLOAT) for _ in range(2)]],
-    "kind of mask": _of(megasoftmax.AttnMaskType.causal, "no_mask"),
-    "filling": _of(_fill, None),
+    "attn_mask_type": _of(megasoftmax.AttnMaskType.causal, "no_mask"),
+    "mask_func": _of(_fill, None),
     "scale or none": [*_of(None), *SCALE],
     "scale of rows": [*SCALE, *PART_OF_ROWS[-1:]],
-    "count of rows": [*COUNT, lambda call: call.integers(*call.broadcast(*call.pairs[:3]))],
+    "top_k": [*COUNT, lambda call: call.integers(*call.broadcast(*call.pairs[:3]))],
     "part of rows": PART_OF_ROWS,
     "score": _of("softmax", "sigmoid"),
     "selection_bias": [lambda call: call.data.normal((call.sizes.keys,))],
+}
+
+
+# The kind of an argument by its name, where they differ and a function says nothing else.
+KINDS = {
+    name: kind
+    for kind, names in {
+        "flag": "causal is_causal return_lse renormalize return_probabilities enable_gqa "
+        "bidirectional return_attn_probs input_in_fp16 input_in_bf16 softmax_in_fp32 "
+        "scaled_masked_softmax_fusion",
+        "unset or flag": "deterministic",
+        "none": "block_table",
+        "count": "k heads queries keys offset tokens ranks size max_seqlen max_seqlen_q "
+        "max_seqlen_k",
+        "part of rows": "top_p min_p",
+        "offsets": "cu_seqlens cu_seqlens_q cu_seqlens_k",
+        "scores": "logits gradient probabilities input inputs x tensor",
+        "mask": "blocks",
+        "scale": "softmax_scale",
+        "window": "window_size",
+        "dropout": "dropout_p",
+        "sink": "denominator_offset",
+        "sink of heads": "softmax_offset",
+        "float slopes": "alibi_slopes",
+        "tokens of query": "q",
+        "tokens of value": "v",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -252,205 +281,145 @@ class Function:
     """What is called, with the kinds of its arguments.
 
     Args:
-        needed, options: names of arguments, each with its kind unless they are the same, as in
-            "query, causal: flag". Of two entries with a name the second has the kind.
+        like: has the signature; by default `call`.
+        needed: names of arguments; by default those of the signature without a default. Options are
+            those with one.
         reasons: `why_not_fused` of the same arguments.
+        kinds: of arguments of which KINDS has another one.
     """
 
     def __init__(
         self,
         call: Callable[..., Any],
-        needed: str,
-        options: str = "",
+        like: Callable[..., Any] | None = None,
+        needed: str = "",
         reasons: Callable[..., Any] | None = None,
+        **kinds: str,
     ) -> None:
         self.call, self.reasons = call, reasons
-        self.needed, self.options = (
-            {
-                name: kind or name
-                for entry in filter(None, text.split(", "))
-                for name, _, kind in [entry.partition(": ")]
-            }
-            for text in (needed, options)
-        )
-
-    @property
-    def kinds(self) -> dict[str, str]:
-        return self.needed | self.options
+        parameters = inspect.signature(like or call).parameters.values()
+        self.options = [each.name for each in parameters if each.default is not each.empty]
+        others = [each.name for each in parameters if each.default is each.empty]
+        self.needed = needed.split() or others
+        names = [*self.needed, *self.options]
+        self.kinds = {name: kinds.get(name, KINDS.get(name, name)) for name in names}
 
     @property
     def arguments(self) -> dict[str, list[Make]]:
         return {name: VALUES[kind] for name, kind in self.kinds.items()}
 
 
-def _public(name: str, needed: str, options: str) -> Function:
+def _public(name: str, **kinds: str) -> Function:
     """Looked up when it is called, so that tests may replace it."""
     return Function(
         lambda **given: getattr(megasoftmax, name)(**given),
-        needed,
-        options,
-        lambda **given: megasoftmax.why_not_fused(getattr(megasoftmax, name), **given),
+        getattr(megasoftmax, name),
+        reasons=lambda **given: megasoftmax.why_not_fused(getattr(megasoftmax, name), **given),
+        **kinds,
     )
 
 
-def _fused_attention(given: dict[str, Any], options: dict[str, Any]) -> megasoftmax.FusedAttention:
-    """Where the call is, which its first argument tells unless that is odd."""
-    query = given["query"]
-    on_gpu = isinstance(query, Tensor) and query.is_cuda
-    return megasoftmax.FusedAttention(4, **options, device="cuda" if on_gpu else "cpu")
+def _fused_attention(**options: Any) -> Function:
+    def module(given: dict[str, Any]) -> megasoftmax.FusedAttention:
+        """Where the call is, which its first argument tells unless that is odd."""
+        query = given["query"]
+        on_gpu = isinstance(query, Tensor) and query.is_cuda
+        return megasoftmax.FusedAttention(4, **options, device="cuda" if on_gpu else "cpu")
+
+    return Function(
+        lambda **given: module(given)(**given),
+        megasoftmax.FusedAttention.forward,
+        "query key value",
+        lambda **given: module(given).why_not_fused(**given),
+        **OF_ATTENTION,
+    )
 
 
-def _megatron(fusion: bool) -> torch.nn.Module:
-    return megasoftmax.FusedScaleMaskSoftmax(False, False, "causal", fusion, _fill, True, 0.5)
+def _megatron(fusion: bool) -> Function:
+    def module() -> torch.nn.Module:
+        return megasoftmax.FusedScaleMaskSoftmax(False, False, "causal", fusion, _fill, True, 0.5)
+
+    return Function(
+        lambda **given: module()(**given),
+        megasoftmax.FusedScaleMaskSoftmax.forward,
+        "input mask",
+        lambda **given: module().why_not_fused(**given),
+        mask="no mask or mask",
+    )
 
 
-OF_ROWS = "scale, softcap, mask, fused, dtype, return_lse: flag"
-OF_ENTRIES = "scale: scale of rows, mask, top_k: count of rows, top_p: part of rows, "
-OF_ENTRIES += "min_p: part of rows, fused"
-OF_PAIRS = "scale, causal: flag, window, sink, fused, dropout, seed"
-QKV = "query, key, value"
-LIMITS = "mask: attention mask, visible, bias: any bias"
-OF_FLASH = "dropout_p: dropout, softmax_scale: scale, causal: flag, window_size: window, softcap, "
-OF_FLASH += "alibi_slopes: float slopes, deterministic: unset or flag, return_attn_probs: flag"
-OFFSETS = "cu_seqlens_q: offsets, cu_seqlens_k: offsets"
-LENGTHS = "max_seqlen_q: count, max_seqlen_k: count"
-SIZES = "queries: count, keys: count"
+OF_ATTENTION = {"mask": "attention mask", "bias": "any bias"}
+PACKED = {name: f"packed {name}" for name in ("query", "key", "value")}
+PACKED_IN_FLASH = {"q": "packed query", "k": "packed key", "v": "packed value"}
+RANGES = ("packed", "segments", "lengths", "padding", "chunks", "prefix")
+OFFSETS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+flash = flash_attn.flash_attn_func
 
 FUNCTIONS = {
-    "softmax": _public("softmax", "scores", f"{OF_ROWS}, {OF_PAIRS}, bias, visible, dim"),
-    "softmax_topk": _public(
-        "softmax_topk",
-        "logits: scores, k: count",
-        f"{OF_ROWS}, bias, renormalize: flag, group: none, {OF_ENTRIES}, score, selection_bias",
-    ),
-    "sample": _public(
-        "sample",
-        "logits: scores, k: count",
-        f"{OF_ENTRIES}, seed, return_probabilities: flag",
-    ),
-    "softmax_backward": Function(
-        softmax_backward,
-        "gradient: scores, probabilities: scores",
-        "scale, causal: flag, visible",
-    ),
-    "attention": _public("attention", QKV, f"{OF_PAIRS}, softcap, {LIMITS}, return_lse: flag"),
-    "attention_varlen": _public(
-        "attention_varlen",
-        "query: packed query, key: packed key, value: packed value, cu_seqlens_q: offsets",
-        f"{OF_PAIRS}, softcap, cu_seqlens_k: offsets, bias: relative bias, return_lse: flag",
-    ),
-    "scaled_dot_product_attention": _public(
-        "scaled_dot_product_attention",
-        QKV,
-        "attn_mask: mask or bias, dropout_p: dropout, is_causal: flag, scale, enable_gqa: flag",
-    ),
+    "softmax": _public("softmax"),
+    "softmax_topk": _public("softmax_topk", scale="scale of rows", group="none"),
+    "sample": _public("sample", scale="scale of rows"),
+    "softmax_backward": Function(softmax_backward),
+    "attention": _public("attention", **OF_ATTENTION),
+    "attention_varlen": _public("attention_varlen", **PACKED, bias="relative bias"),
+    "scaled_dot_product_attention": _public("scaled_dot_product_attention"),
     "ring_attention": Function(
         lambda **given: megasoftmax.ring_attention(**given),
-        f"{QKV}, group",
-        f"{OF_PAIRS}, {LIMITS}, mask, order, lengths",
+        megasoftmax.ring_attention,
+        bias="any bias",
     ),
-    "RelativeBias": Function(megasoftmax.RelativeBias, "table"),
+    "RelativeBias": Function(megasoftmax.RelativeBias),
     "dense": Function(
-        lambda table, **given: megasoftmax.RelativeBias(table).dense(**given),
-        f"table: narrow table, {SIZES}",
+        lambda table, queries, keys: megasoftmax.RelativeBias(table).dense(queries, keys),
+        table="narrow table",
     ),
-    "t5_bias": Function(
-        biases.t5_bias,
-        f"weight, {SIZES}, bidirectional: flag",
-        "max_distance: distance, offset: count",
-    ),
-    "alibi_bias": Function(biases.alibi_bias, f"slopes, {SIZES}", "offset: count"),
-    "alibi_slopes": Function(biases.alibi_slopes, "heads: count", "device"),
-    "ranges.packed": Function(ranges.packed, "cu_seqlens: offsets, tokens: count"),
-    "ranges.segments": Function(ranges.segments, "ids"),
-    "ranges.lengths": Function(ranges.lengths, "n: integers"),
-    "ranges.padding": Function(ranges.padding, "keep"),
-    "ranges.chunks": Function(ranges.chunks, "size: count, tokens: count", "device"),
-    "ranges.prefix": Function(ranges.prefix, "n: integers, tokens: count"),
-    "TileMask": Function(megasoftmax.TileMask, "mask"),
-    "TileMask.from_blocks": Function(
-        megasoftmax.TileMask.from_blocks, "blocks: mask, size: size of blocks"
-    ),
-    "zigzag_chunk": Function(megasoftmax.zigzag_chunk, "tensor: scores, ranks: count, dim"),
-    "zigzag_cat": Function(megasoftmax.zigzag_cat, "tensors: two tensors, dim"),
-    "merge_attention": Function(megasoftmax.merge_attention, "outputs, lses"),
+    "t5_bias": Function(biases.t5_bias),
+    "alibi_bias": Function(biases.alibi_bias),
+    "alibi_slopes": Function(biases.alibi_slopes),
+    **{f"ranges.{name}": Function(getattr(ranges, name)) for name in RANGES},
+    "TileMask": Function(megasoftmax.TileMask),
+    "TileMask.from_blocks": Function(megasoftmax.TileMask.from_blocks, size="size of blocks"),
+    "zigzag_chunk": Function(megasoftmax.zigzag_chunk),
+    "zigzag_cat": Function(megasoftmax.zigzag_cat),
+    "merge_attention": Function(megasoftmax.merge_attention),
     "FusedAttention()": Function(
         megasoftmax.FusedAttention,
-        "heads: count",
-        "scale, causal: flag, window, sink: flag, relative_buckets: buckets, "
-        "max_distance: distance or count, alibi_slopes: slopes, dropout",
+        sink="flag",
+        max_distance="distance or count",
+        alibi_slopes="slopes",
     ),
-    **{
-        name: Function(
-            lambda options=options, **given: _fused_attention(given, options)(**given),
-            QKV,
-            LIMITS,
-            lambda options=options, **given: _fused_attention(given, options).why_not_fused(
-                **given
-            ),
-        )
-        for name, options in (
-            ("FusedAttention", {"causal": True}),
-            ("FusedAttention with T5", {"relative_buckets": 8}),
-        )
-    },
-    "FusedScaleMaskSoftmax()": Function(
-        megasoftmax.FusedScaleMaskSoftmax,
-        "input_in_fp16: flag, input_in_bf16: flag, attn_mask_type: kind of mask, "
-        "scaled_masked_softmax_fusion: flag, mask_func: filling, softmax_in_fp32: flag, "
-        "scale: scale or none",
-        "window_size: window",
+    "FusedAttention": _fused_attention(causal=True),
+    "FusedAttention with T5": _fused_attention(relative_buckets=8),
+    "FusedScaleMaskSoftmax()": Function(megasoftmax.FusedScaleMaskSoftmax, scale="scale or none"),
+    **{f"FusedScaleMaskSoftmax, fusion {fusion}": _megatron(fusion) for fusion in (True, False)},
+    "ScaledMaskedSoftmax": Function(megasoftmax.ScaledMaskedSoftmax.apply),
+    "ScaledSoftmax": Function(megasoftmax.ScaledSoftmax.apply),
+    "ScaledUpperTriangMaskedSoftmax": Function(
+        megasoftmax.ScaledUpperTriangMaskedSoftmax.apply, inputs="scores of 3 dimensions"
     ),
-    **{
-        f"FusedScaleMaskSoftmax, fusion {fusion}": Function(
-            lambda fusion=fusion, **given: _megatron(fusion)(**given),
-            "input: scores, mask: no mask or mask",
-            "softmax_offset: sink of heads",
-            lambda fusion=fusion, **given: _megatron(fusion).why_not_fused(**given),
-        )
-        for fusion in (True, False)
-    },
-    **{
-        name: Function(lambda name=name, **given: getattr(megasoftmax, name).apply(**given), needed)
-        for name, needed in (
-            ("ScaledMaskedSoftmax", "inputs: scores, mask, scale"),
-            ("ScaledSoftmax", "inputs: scores, scale"),
-            ("ScaledUpperTriangMaskedSoftmax", "inputs: scores of 3 dimensions, scale"),
-        )
-    },
     "SoftmaxOne": Function(
         lambda x, **given: megasoftmax.SoftmaxOne(**given)(x),
-        "x: scores",
-        "dim, denominator_offset: sink",
+        megasoftmax.SoftmaxOne,
+        "x",
         lambda x, **given: megasoftmax.why_not_fused(megasoftmax.SoftmaxOne(**given), x),
     ),
-    **{
-        name: Function(getattr(flash_attn, name), needed, options)
-        for name, needed, options in (
-            (
-                "flash_attn_func",
-                "q: tokens of query, k: tokens of key, v: tokens of value",
-                OF_FLASH,
-            ),
-            (
-                "flash_attn_varlen_func",
-                f"q: packed query, k: packed key, v: packed value, {OFFSETS}, {LENGTHS}",
-                f"{OF_FLASH}, block_table: none",
-            ),
-            ("flash_attn_qkvpacked_func", "qkv", OF_FLASH),
-            ("flash_attn_kvpacked_func", "q: tokens of query, kv", OF_FLASH),
-            (
-                "flash_attn_varlen_qkvpacked_func",
-                "qkv: packed qkv, cu_seqlens: offsets, max_seqlen: count",
-                OF_FLASH,
-            ),
-            (
-                "flash_attn_varlen_kvpacked_func",
-                f"q: packed query, kv: packed kv, {OFFSETS}, {LENGTHS}",
-                OF_FLASH,
-            ),
-        )
-    },
+    "flash_attn_func": Function(flash, k="tokens of key"),
+    "flash_attn_varlen_func": Function(flash_attn.flash_attn_varlen_func, **PACKED_IN_FLASH),
+    "flash_attn_qkvpacked_func": Function(flash_attn.flash_attn_qkvpacked_func, flash, "qkv"),
+    "flash_attn_kvpacked_func": Function(flash_attn.flash_attn_kvpacked_func, flash, "q kv"),
+    "flash_attn_varlen_qkvpacked_func": Function(
+        flash_attn.flash_attn_varlen_qkvpacked_func,
+        flash,
+        "qkv cu_seqlens max_seqlen",
+        qkv="packed qkv",
+    ),
+    "flash_attn_varlen_kvpacked_func": Function(
+        flash_attn.flash_attn_varlen_kvpacked_func,
+        flash,
+        f"q kv {OFFSETS}",
+        q="packed query",
+        kv="packed kv",
+    ),
 }
 
 
@@ -536,7 +505,7 @@ class Arguments(Drawn):
     def draw(cls, random: Random, usual: int) -> "Arguments":
         name = random.choice(list(FUNCTIONS))
         function = FUNCTIONS[name]
-        options = [*function.options]
+        options = function.options
         names = [*function.needed, *random.sample(options, min(random.randrange(5), len(options)))]
         odd = random.sample(names, min(random.choice((0, 1, 1, 2)), len(names)))
         given = tuple(
@@ -561,7 +530,7 @@ def _draw_value(random: Random, kind: str, is_odd: bool) -> int | str:
     if not is_odd:
         return random.randrange(len(VALUES[kind]))
     # So many tokens take all memory.
-    largest = {"2^31 - 1"} if kind in ("count", "buckets") else set()
+    largest = {"2^31 - 1"} if kind in ("count", "relative_buckets") else set()
     return random.choice([*(each for each in ODD if each not in largest), *MUTATIONS, *MUTATIONS])
 
 
