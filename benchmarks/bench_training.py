@@ -17,7 +17,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
 
 import measure
 import torch
@@ -44,7 +43,6 @@ GRADIENT_TOLERANCE = 0.4
 WRONG = "wrong: "
 
 Gradients = dict[str, Tensor | None]  # by the name of the parameter
-Result = TypeVar("Result")
 Row = dict[str, str]
 
 
@@ -106,16 +104,14 @@ def distance(actual: Gradients, expected: Gradients) -> tuple[float, str]:
     return max(found)
 
 
-def attempt(function: Callable[[], Result], row: Row) -> Result | None:
+def attempt(function: Callable[[], measure.Result], row: Row) -> measure.Result | None:
     """What it returns; None, and a note in the row, when it fails."""
-    try:
-        return function()
-    except torch.OutOfMemoryError:
-        row["note"] = "out of memory"
-    except Exception as error:
-        row["note"] = WRONG + measure.reason(error, [])
-    measure.release()  # outside of the handler, which holds the frames and their tensors
-    return None
+    result, refusal = measure.attempt(function)
+    if refusal:
+        is_full = torch.OutOfMemoryError.__name__ in refusal
+        row["note"] = "out of memory" if is_full else WRONG + refusal
+        measure.release()
+    return result
 
 
 def compare(training: Training, rows: dict[str, Row]) -> None:
