@@ -96,7 +96,7 @@ def explain_topk(
         max_cluster=device.max_cluster,
     )
     (regime,) = answer.pop("regime")
-    plan = {name: int(value) for name, (value,) in answer.items()}
+    plan = {name: int(value) for name, (value,) in answer.items()}  # by the names of the fields
     logits = rows * columns * dtype.itemsize
     results = rows * (k * (dtype.itemsize + _INDEX_BYTES) + _STATISTICS_BYTES)
     mask_bytes = rows * columns if masked else 0
@@ -108,13 +108,7 @@ def explain_topk(
         backward=backward,
         regime=regime,
         why=_why(regime, plan, rows),
-        vectors=plan["vectors"],
-        threads=plan["threads"],
-        rows_per_block=plan["rows_per_block"],
-        blocks_per_row=plan["blocks_per_row"],
-        blocks=plan["blocks"],
-        shared_bytes=plan["shared_bytes"],
-        workspace_bytes=plan["workspace_bytes"],
+        **plan,
         gpu=device,
         bytes_read=logits
         + mask_bytes
