@@ -105,7 +105,7 @@ def main(run: measure.Run) -> None:
     place = torch.cuda.get_device_name() if run.device == "cuda" else "CPU"
     common = measure.provenance(run.commit, f"{place}, host {measure.host_name()}")
     here = {name: common[name] for name in ("device", "commit")}
-    rows = read(run.path.name) if run.path else []
+    rows = read(run.path) if run.path else []
     earlier = [row for row in rows if not here.items() <= row.items()]
     with run.on_device():
         found = cases()

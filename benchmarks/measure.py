@@ -274,8 +274,10 @@ class Run:
 
     @property
     def path(self) -> Path | None:
-        """The file to write."""
-        return self.out or (None if self.is_small else RESULTS / self.file)
+        """The file to write, which may have rows already."""
+        if self.out is not None:
+            return self.out.absolute()
+        return None if self.is_small else RESULTS / self.file
 
     @property
     def turns(self) -> int:

@@ -19,8 +19,8 @@ Case = dict[str, Row]  # by implementation
 Key = TypeVar("Key")
 
 
-def read(name: str) -> list[Row]:
-    """The rows of a CSV file; empty when it is missing."""
+def read(name: str | Path) -> list[Row]:
+    """The rows of a CSV file of results, or of one with an absolute path; empty when missing."""
     path = RESULTS / name
     if not path.is_file():
         return []
