@@ -10,6 +10,8 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,6 +54,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(emoji=False)  # package.module:factory is no emoji
 
 Function = Literal["softmax", "softmax_topk", "attention"]
+
+
+@contextmanager
+def _exit_on(*errors: type[Exception], code: int = 1) -> Iterator[None]:
+    """Prints an error of these types, and ends the command with this exit code."""
+    try:
+        yield
+    except errors as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(code) from error
 
 
 def _print_version(is_asked: bool) -> None:
@@ -127,7 +139,7 @@ def build(
         if name not in extension.libraries_of_kernels():
             known = ", ".join(extension.libraries_of_kernels())
             raise typer.BadParameter(f"--only: expected one of {known}, got {name}")
-    try:
+    with _exit_on(extension.BuildError):
         nvcc = extension.check_tools()
         requested = " ".join(arch or ()) or os.environ.get("TORCH_CUDA_ARCH_LIST")
         requested = requested or library.these_gpus()
@@ -148,9 +160,6 @@ def build(
             _build_host()
         else:
             path = library.build_into(folder, objects, nvcc, names, objects / "log")
-    except extension.BuildError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
     typer.echo(f"Built {path}")
 
 
@@ -189,14 +198,11 @@ def export(
     nvcc = extension.find_nvcc()
     if cuda is None and nvcc is not None:
         cuda = nvcc.version[0]
-    try:
+    with _exit_on(extension.BuildError, OSError, ValueError):
         compiled = library.find_whole()
         archs = arch or (library.architectures_of(compiled) if compiled else ())
         for variant in export_kernels(folder, compiled, cuda, archs, force=force):
             typer.echo(f"Wrote {variant}")
-    except (extension.BuildError, OSError, ValueError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
     if compiled is None:
         typer.echo("No compiled part with all kernels: `megasoftmax build` compiles it")
 
@@ -274,7 +280,7 @@ def explain_call(
 ) -> None:
     """Tell which kernel serves a call, why, over which grid, and what it moves; needs no GPU."""
     skipped = None
-    try:
+    with _exit_on(ValueError, extension.BuildError):
         device = current_gpu() if gpu is None else gpu_named(gpu)
         device = device.with_rates(bandwidth, tflops)
         of_all: dict[str, Any] = {"masked": masked, "softcap": softcap, "gpu": device}
@@ -306,9 +312,6 @@ def explain_call(
             rows = math.prod(leading), columns, _dtype(dtype or "fp16")
             found = explain(*rows, queries=leading[-1], dropout=dropout, **of_pairs)
             table, skipped = call_table(found), skipped_table(found)
-    except (ValueError, extension.BuildError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
     console.print(table)
     if skipped is not None and skipped.row_count:
         console.print(skipped)
@@ -350,11 +353,8 @@ def check_kernels(
         def tell(found: CheckReport) -> None:
             told.reach(min(math.floor(found.seconds), math.ceil(seconds)), found.verdict)
 
-        try:
+        with _exit_on(RuntimeError, ValueError, code=2):
             found = check(seconds, families=family or (), device=device, seed=seed, progress=tell)
-        except (RuntimeError, ValueError) as error:
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(2) from error
     report.write_text(str(found))
     for name, tally in found.tallies.items():
         typer.echo(f"{name}: {tally}")
@@ -379,16 +379,13 @@ def tune(
     """
     from megasoftmax import tune as tuning  # it takes the functions, which others do not need
 
-    try:
+    with _exit_on(OSError, RuntimeError):
         if remove:
             file = tuning.remove()
             typer.echo("There was no file to remove" if file is None else f"Removed {file}")
             return
         with Steps(console, tuning.thresholds()) as told:
             found, file = tuning.tune_this_gpu(told.reach)
-    except (OSError, RuntimeError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
     changes = tuning.changes(found)
     for change in changes:
         typer.echo(str(change))
