@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megasoftmax
-from megasoftmax import autograd
+from megasoftmax import RelativeBias, ShiftedBias, autograd
 
 SHAPE = (2, 3, 4, 5)
 FLOATS = "float16, bfloat16, float32 or float64"
@@ -139,6 +139,8 @@ TOPK_CASES = [
 ]
 
 
+DIVISOR, TABLE = "heads that divide 4", "[..., heads, 7] that broadcasts to (2, 4, 7)"
+SHARING = "heads share entries only by broadcasting"
 ATTENTION_CASES = [
     ({"scale": torch.tensor([0.5])}, TypeError, "a number", "torch.float32"),
     ({"query": [[0.0]]}, TypeError, "a tensor", "list"),
@@ -150,18 +152,8 @@ ATTENTION_CASES = [
     ({"key": floats(2, 2, 5, 6)}, ValueError, "[2, key_heads, keys, 8]", "(2, 2, 5, 6)"),
     ({"key": floats(2, 5, 8)}, ValueError, "[2, key_heads, keys, 8]", "(2, 5, 8)"),
     ({"key": floats(2, 2, 5, 8).to("meta")}, ValueError, "device cpu, as query", "meta"),
-    (
-        {"value": floats(2, 3, 5, 6), "key": floats(2, 3, 5, 8)},
-        ValueError,
-        "heads that divide 4",
-        "3",
-    ),
-    (
-        {"value": floats(2, 0, 5, 6), "key": floats(2, 0, 5, 8)},
-        ValueError,
-        "heads that divide 4",
-        "0",
-    ),
+    ({"value": floats(2, 3, 5, 6), "key": floats(2, 3, 5, 8)}, ValueError, DIVISOR, "3"),
+    ({"value": floats(2, 0, 5, 6), "key": floats(2, 0, 5, 8)}, ValueError, DIVISOR, "0"),
     ({"value": floats(2, 2, 5, 6).double()}, TypeError, "torch.float32, as query", "torch.float64"),
     ({"value": floats(2, 2, 4, 6)}, ValueError, "[2, 2, 5, value_dim]", "(2, 2, 4, 6)"),
     ({"value": floats(2, 4, 5, 6)}, ValueError, "[2, 2, 5, value_dim]", "(2, 4, 5, 6)"),
@@ -184,20 +176,15 @@ ATTENTION_CASES = [
     (
         {"query": floats(2, 4, 6, 8), "bias": floats(4, 3, 5)},
         ValueError,
-        "broadcasts to (2, 4, 6, 5)",
+        "(2, 4, 6, 5)",
         "(4, 3, 5)",
     ),
-    (
-        {"bias": floats(2, 3, 3, 5)},
-        ValueError,
-        "broadcasts to (2, 4, 3, 5)",
-        "(2, 3, 3, 5)",
-    ),
+    ({"bias": floats(2, 3, 3, 5)}, ValueError, "broadcasts to (2, 4, 3, 5)", "(2, 3, 3, 5)"),
     (
         {"bias": floats(2, 3, 5)},
         ValueError,
         "broadcasts to (2, 4, 3, 5)",
-        "(2, 3, 5); heads share entries only by broadcasting: if number i reads entry i // 2, pass "
+        f"(2, 3, 5); {SHARING}: if number i reads entry i // 2, pass "
         "query.unflatten(1, (2, 2)) and bias.unsqueeze(1), if it reads entry i % 2, pass "
         "query.unflatten(1, (2, 2)), and key and value likewise",
     ),
@@ -205,38 +192,18 @@ ATTENTION_CASES = [
     ({"bias": floats(2, 0, 3, 5)}, ValueError, "broadcasts to (2, 4, 3, 5)", "(2, 0, 3, 5)"),
     ({"bias": floats(1, 2, 4, 3, 5)}, ValueError, "broadcasts to (2, 4, 3, 5)", "(1, 2, 4, 3, 5)"),
     ({"bias": floats(3, 5).to("meta")}, ValueError, "device cpu, as query", "meta"),
+    ({"bias": RelativeBias(floats(4, 5))}, ValueError, TABLE, "(4, 5)"),
+    ({"bias": RelativeBias(floats(4, 1))}, ValueError, TABLE, "(4, 1)"),
+    ({"bias": RelativeBias(floats(3, 7))}, ValueError, "(2, 4, 7)", "(3, 7)"),
     (
-        {"bias": megasoftmax.RelativeBias(floats(4, 5))},
-        ValueError,
-        "[..., heads, 7] that broadcasts to (2, 4, 7)",
-        "(4, 5)",
-    ),
-    (
-        {"bias": megasoftmax.RelativeBias(floats(4, 1))},
-        ValueError,
-        "[..., heads, 7] that broadcasts to (2, 4, 7)",
-        "(4, 1)",
-    ),
-    ({"bias": megasoftmax.RelativeBias(floats(3, 7))}, ValueError, "(2, 4, 7)", "(3, 7)"),
-    (
-        {"bias": megasoftmax.ShiftedBias(floats(4, 3, 6))},
+        {"bias": ShiftedBias(floats(4, 3, 6))},
         ValueError,
         "[..., heads, 3, at least 7] that broadcasts to (2, 4, 3, 6)",
         "(4, 3, 6)",
     ),
-    ({"bias": megasoftmax.ShiftedBias(floats(4, 2, 7))}, ValueError, "(2, 4, 3, 7)", "(4, 2, 7)"),
-    (
-        {"bias": megasoftmax.ShiftedBias(floats(2, 3, 7))},
-        ValueError,
-        "(2, 4, 3, 7)",
-        "(2, 3, 7); heads share entries only by broadcasting",
-    ),
-    (
-        {"bias": megasoftmax.RelativeBias(floats(2, 7))},
-        ValueError,
-        "(2, 4, 7)",
-        "(2, 7); heads share entries only by broadcasting",
-    ),
+    ({"bias": ShiftedBias(floats(4, 2, 7))}, ValueError, "(2, 4, 3, 7)", "(4, 2, 7)"),
+    ({"bias": ShiftedBias(floats(2, 3, 7))}, ValueError, "(2, 4, 3, 7)", f"(2, 3, 7); {SHARING}"),
+    ({"bias": RelativeBias(floats(2, 7))}, ValueError, "(2, 4, 7)", f"(2, 7); {SHARING}"),
     ({"causal": 1}, TypeError, "a bool", "int"),
     ({"window": (1, 2, 3)}, ValueError, "(left, right)", "(1, 2, 3)"),
     ({"window": (0, -2)}, ValueError, "two integers from -1 on", "(0, -2)"),
@@ -245,14 +212,9 @@ ATTENTION_CASES = [
 ]
 
 
+OWN_CASES = {"softmax": SOFTMAX_CASES, "softmax_topk": TOPK_CASES, "attention": ATTENTION_CASES}
 CASES = [
-    (function, *case)
-    for function, cases in (
-        ("softmax", SOFTMAX_CASES),
-        ("softmax_topk", TOPK_CASES),
-        ("attention", ATTENTION_CASES),
-    )
-    for case in SHARED_CASES + cases
+    (function, *case) for function, cases in OWN_CASES.items() for case in SHARED_CASES + cases
 ]
 
 
@@ -274,7 +236,7 @@ def test_message_names_argument_expected_and_actual(
     monkeypatch.setattr(autograd.torch_softmax, "softmax", forbidden)
     monkeypatch.setattr(autograd.sdpa, "attention", forbidden)
     (*_, name) = arguments
-    if isinstance(arguments[name], megasoftmax.RelativeBias):
+    if isinstance(arguments[name], RelativeBias):
         name += ".table"
     pattern = f"^{re.escape(name)}: .*{re.escape(expected)}.*got .*{re.escape(actual)}"
     called = getattr(megasoftmax, function)
@@ -301,7 +263,7 @@ def test_options_are_named(function):
 def test_relative_bias_checks_its_table_when_made(table, error, expected, actual):
     pattern = rf"^table: expected {re.escape(expected)}, got .*{re.escape(actual)}"
     with pytest.raises(error, match=pattern):
-        megasoftmax.RelativeBias(table)
+        RelativeBias(table)
 
 
 @pytest.mark.parametrize(
@@ -310,19 +272,12 @@ def test_relative_bias_checks_its_table_when_made(table, error, expected, actual
 def test_scale_that_is_read_without_waiting(scale):
     scores = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     number = float(scale)
-    query = key = value = scores
-    for function, tensors in (
-        (megasoftmax.softmax, (scores,)),
-        (functools.partial(megasoftmax.softmax_topk, k=2), (scores,)),
-        (megasoftmax.attention, (query, key, value)),
-    ):
+    calls = ((megasoftmax.softmax, [scores]), (megasoftmax.attention, [scores] * 3))
+    for function, tensors in (*calls, (functools.partial(megasoftmax.softmax_topk, k=2), [scores])):
         found = function(*tensors, scale=scale)
         torch.testing.assert_close(found, function(*tensors, scale=number), rtol=0, atol=0)
     assert megasoftmax.FusedAttention(3, scale=scale).scale == number
-    for function, tensors in (
-        (megasoftmax.softmax, (scores,)),
-        (megasoftmax.attention, (query, key, value)),
-    ):
+    for function, tensors in calls:
         found = megasoftmax.why_not_fused(function, *tensors, scale=scale)
         assert found == megasoftmax.why_not_fused(function, *tensors, scale=number)
 
