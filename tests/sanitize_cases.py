@@ -10,6 +10,7 @@ import ctypes
 import functools
 import itertools
 import re
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +21,11 @@ from inputs import KERNELS, PLAIN_TOPK, attention_kernels, gpu_like
 from megasoftmax.build import extension, library
 from megasoftmax.explain import PACK_BYTES, explain
 from megasoftmax.limits import kernel_limits
-from megasoftmax.reference import attention as of_attention
+from megasoftmax.reference import attention as of_pairs
 from megasoftmax.reference import softmax as of_rows
 from megasoftmax.reference.softmax import as_record, plain
 
+OPS = torch.ops.megasoftmax
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "backward")
 LENGTHS = (0, 1, 7, 8, 9, 33, 257)
@@ -42,8 +44,13 @@ LAYOUTS = ("exact", "offset", "padded", "transposed", "broadcast")
 class Case:
     """A function of this file, and its options."""
 
-    family: str  # a key of RUN; its first word is one of FAMILIES in sanitize.py
+    call: Callable[..., None]
     options: tuple[tuple[str, Any], ...]
+
+    @property
+    def family(self):
+        """The name of the function, in words. The first one is of FAMILIES in sanitize.py."""
+        return self.call.__name__.replace("_", " ")
 
     @property
     def name(self):
@@ -63,71 +70,49 @@ class Case:
 
     def run(self, device, is_brief=False):
         """Calls the operators, with the same numbers each time; if brief, for fewer sizes."""
-        RUN[self.family](Inputs(device, is_brief), **dict(self.options))
+        self.call(Inputs(device, is_brief), **dict(self.options))
 
 
 def cases():
     """All of them."""
-    rows = {"direction": DIRECTIONS, "dtype": DTYPES, "mask": (False, True), "bias": BIAS_DTYPES}
-    topk = {"dtype": DTYPES, "mask": (False, True), "bias": BIAS_DTYPES}
+    passes, beside = {"direction": DIRECTIONS, "dtype": DTYPES}, {"mask": (False, True)}
+    beside["bias"] = BIAS_DTYPES
+    topk, sums = {"dtype": DTYPES, **beside}, {"dtype": DTYPES, "regime": REGIMES}
+    halves, topk_regimes = {"dtype": ("fp16", "bf16")}, range(len(TOPK_REGIMES))
+    own_dims = sorted(set(HOPPER_DIMS))
+    of_attention = {"dtype": DTYPES, "dim": sorted({*HEAD_DIMS[False], *own_dims})}
+    of_attention |= {"bias": ATTENTION_BIASES, "bias_dtype": BIAS_DTYPES}
+    of_attention |= {"deterministic": (False, True), "kernels": KERNELS}
     return [
-        *product("softmax tile", direction=DIRECTIONS, dtype=DTYPES, lanes=TILE_LANES),
-        *product("softmax rows", has_kernels, **rows),
-        *product("softmax regime", is_regime, **rows, kind=KINDS, regime=REGIMES),
-        *product(
-            "softmax capped",
-            is_regime,
-            direction=DIRECTIONS,
-            dtype=DTYPES,
-            kind=KINDS,
-            regime=REGIMES,
-        ),
-        *product("softmax bias gradient", is_summed, dtype=DTYPES, regime=REGIMES),
-        *product("softmax dropout", is_regime_with_dropout, **rows, regime=REGIMES),
-        *product(
-            "softmax dropout bias gradient",
-            is_summed,
-            dtype=DTYPES,
-            regime=REGIMES,
-            bias=BIAS_DTYPES[1:],
-        ),
-        *product("columns", direction=DIRECTIONS, dtype=DTYPES, inner=(16, 6, 3)),
-        *product("topk tile", is_topk_tile, dtype=DTYPES, k=TILE_KS, vectors=TILE_VECTORS),
-        *product("topk router", dtype=DTYPES, k=(1, 8, 16), columns=(16, 40, 256, 1024)),
-        *product("topk forward", has_kernels, **topk, regime=range(len(TOPK_REGIMES))),
-        *product("topk capped", dtype=DTYPES, regime=range(len(TOPK_REGIMES))),
-        *product("topk backward", has_kernels, **topk, vectors=TOPK_BACKWARD_VECTORS),
-        *product(
-            "attention",
-            is_attention,
-            dtype=DTYPES,
-            dim=tuple(sorted({*HEAD_DIMS[False], *HOPPER_DIMS})),
-            bias=ATTENTION_BIASES,
-            bias_dtype=BIAS_DTYPES,
-            deterministic=(False, True),
-            kernels=KERNELS,
-        ),
-        *product(
-            "attention in turns",
-            takes_turns,
-            dtype=DTYPES,
-            dim=tuple(sorted(set(HOPPER_DIMS))),
-            bias=("none", "dense", "shared", "relative"),
-        ),
-        *product("attention small", dtype=("fp16", "bf16"), dim=(32, 64)),
-        *product("attention heads", dtype=("fp16", "bf16"), has_bias=(False, True)),
-        *product("attention shared bias", dtype=("fp16", "bf16")),
-        *product("attention rows", dtype=("fp16", "bf16"), dim=DIMS_OF_ROWS),
-        *product("attention wide", dtype=("fp16", "bf16"), has_bias=(False, True)),
+        *product(softmax_tile, **passes, lanes=TILE_LANES),
+        *product(softmax_rows, has_kernels, **passes, **beside),
+        *product(softmax_regime, is_regime, **passes, **beside, kind=KINDS, regime=REGIMES),
+        *product(softmax_capped, is_regime, **passes, kind=KINDS, regime=REGIMES),
+        *product(softmax_bias_gradient, is_summed, **sums),
+        *product(softmax_dropout, is_regime_with_dropout, **passes, **beside, regime=REGIMES),
+        *product(softmax_dropout_bias_gradient, is_summed, **sums, bias=BIAS_DTYPES[1:]),
+        *product(columns, **passes, inner=(16, 6, 3)),
+        *product(topk_tile, is_topk_tile, dtype=DTYPES, k=TILE_KS, vectors=TILE_VECTORS),
+        *product(topk_router, dtype=DTYPES, k=(1, 8, 16), columns=(16, 40, 256, 1024)),
+        *product(topk_forward, has_kernels, **topk, regime=topk_regimes),
+        *product(topk_capped, dtype=DTYPES, regime=topk_regimes),
+        *product(topk_backward, has_kernels, **topk, vectors=TOPK_BACKWARD_VECTORS),
+        *product(attention, is_attention, **of_attention),
+        *product(attention_in_turns, takes_turns, dtype=DTYPES, dim=own_dims, bias=BIASES_IN_TURNS),
+        *product(attention_small, **halves, dim=(32, 64)),
+        *product(attention_heads, **halves, has_bias=(False, True)),
+        *product(attention_shared_bias, **halves),
+        *product(attention_rows, **halves, dim=DIMS_OF_ROWS),
+        *product(attention_wide, **halves, has_bias=(False, True)),
     ]
 
 
-def product(family, keeps=None, **axes):
+def product(call, keeps=None, **axes):
     """A case for each combination, or for those that `keeps` is true of."""
     for values in itertools.product(*axes.values()):
         options = dict(zip(axes, values, strict=True))
         if keeps is None or keeps(**options):
-            yield Case(family, tuple(options.items()))
+            yield Case(call, tuple(options.items()))
 
 
 # Tensors
@@ -160,6 +145,26 @@ class Inputs:
         values = torch.randn(shape, generator=self.generator).to(dtype)
         return lay_out(values, layout or next(self.layouts), self.device)
 
+    def states(self, batches, heads, lengths, dims, dtype, layout=None):
+        """Query, key, value and a gradient of the output.
+
+        Args:
+            heads, lengths: of the query, and of key and value.
+            dims: of query and key, and of the value.
+        """
+        (query_heads, key_heads), (queries, keys), (dim, value_dim) = heads, lengths, dims
+        shapes = ((query_heads, queries, dim), (key_heads, keys, dim), (key_heads, keys, value_dim))
+        shapes = (*shapes, (query_heads, queries, value_dim))
+        element = DTYPES[dtype]
+        return [self.floats(batches, *shape, dtype=element, layout=layout) for shape in shapes]
+
+    def bias(self, kind, dtype, shape):
+        """Of one of BIAS_DTYPES, which broadcasts to a shape."""
+        if kind is None:
+            return None
+        bias_dtype = DTYPES["fp32" if kind == "fp32" else dtype]
+        return self.floats(*self.beside(shape), dtype=bias_dtype)
+
     def mask(self, *shape):
         """Leaves nothing of the first of several rows."""
         values = torch.rand(shape, generator=self.generator) < 0.3
@@ -169,16 +174,11 @@ class Inputs:
 
     def ranges(self, *shape, keys):
         """First and end, or one of them, or none; some are empty, some reach beyond the keys."""
-        dims = (i for i, is_one in enumerate(self.beside((*shape, 1))[:-1]) if is_one != 1)
-        kept = set(dims)
-        shape = tuple(size if i in kept else 1 for i, size in enumerate(shape))
+        *shape, _ = self.beside((*shape, 1))
         first = torch.randint(-2, keys + 2, shape, generator=self.generator)
         end = first + torch.randint(-2, keys + 2, shape, generator=self.generator)
-        has_first, has_end = next(self.ranged)
-        return (
-            first.int().to(self.device) if has_first else None,
-            end.int().to(self.device) if has_end else None,
-        )
+        kept = zip(next(self.ranged), (first, end), strict=True)
+        return [bound.int().to(self.device) if has_bound else None for has_bound, bound in kept]
 
     def beside(self, shape):
         """The shape of a mask or bias, which broadcasts to a shape."""
@@ -256,9 +256,8 @@ KINDS = (
     "contiguous ragged",
 )
 REGIMES = tuple(dict.fromkeys(regime.name for regime in (*LIMITS.forward, *LIMITS.backward)))
-LARGE_CLUSTERS = {
-    row.name for row in (*LIMITS.forward, *LIMITS.backward) if (row.blocks_per_row or 1) > 8
-}
+LARGE_CLUSTERS = {row.name for row in LIMITS.forward if (row.blocks_per_row or 1) > 8}
+LARGE_CLUSTERS |= {row.name for row in LIMITS.backward if (row.blocks_per_row or 1) > 8}
 TILE_LANES = (1, 2, 4, 8, 16, 32)  # of a row, see flat.cuh
 TILE_ELEMENTS = range(8, 17, 2)  # of a lane
 WINDOWS = {"limited": (-1, 0), "windowed": (5, 0)}
@@ -289,13 +288,8 @@ def find_regime(direction, name, kind):
 def is_regime(direction, dtype, kind, regime, mask=False, bias=None):
     """Whether such rows exist, as in plan.h, and the regime serves them."""
     unmasked = ("unmasked", "ragged", "limited", "contiguous", "contiguous ragged")
-    kinds = (
-        ("bias or ragged mask",)
-        if bias
-        else ("masked", "bias or ragged mask")
-        if mask
-        else unmasked
-    )
+    kinds = ("masked", "bias or ragged mask") if mask else unmasked
+    kinds = ("bias or ragged mask",) if bias else kinds
     return (
         has_kernels(dtype, mask, bias, direction)
         and (direction == "forward" or bias is None)
@@ -317,12 +311,10 @@ def lengths_for(direction, dtype, kind, index):
         vectors = KEPT_BYTES // (BATCHES * HEADS * QUERIES * vector_bytes)
     else:
         vectors = (1 + regime.blocks_per_row) * constants["kWarpTileVectors"] + 1
-    if regime.max_vectors is not None:
-        vectors = (
-            regime.max_vectors
-            if regime.storage == "registers"
-            else min(regime.max_vectors, vectors)
-        )
+    if regime.max_vectors is not None and regime.storage == "registers":
+        vectors = regime.max_vectors
+    elif regime.max_vectors is not None:
+        vectors = min(regime.max_vectors, vectors)
     # Long rows that are no multiple of a vector may need a line more, others a vector.
     line = constants["kLineVectors"]
     ragged = [(vectors - more) * pack + 1 for more in (1, line) if more < vectors]
@@ -342,9 +334,8 @@ def softmax_tile(given, direction, dtype, lanes):
 
 def softmax_rows(given, direction, dtype, mask, bias):
     """The size alone chooses the regime."""
-    for columns, queries in itertools.product(
-        given.sizes((*LENGTHS, 2049)), given.sizes((0, QUERIES))
-    ):
+    lengths, counts = given.sizes((*LENGTHS, 2049)), given.sizes((0, QUERIES))
+    for columns, queries in itertools.product(lengths, counts):
         call_softmax(given, direction, dtype, columns, mask, bias, queries, has_ranges=True)
 
 
@@ -485,10 +476,7 @@ def call_softmax(
     has_lse = next(given.flags)
     sink, sink_value = given.sink(HEADS) if has_sinks else (None, None)
     has_sink = sink is not None or sink_value is not None
-    bias_tensor = None
-    if bias is not None:
-        bias_dtype = DTYPES["fp32" if bias == "fp32" else dtype]
-        bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
+    bias_tensor = given.bias(bias, dtype, shape)
     excluded = given.mask(*given.beside(shape)) if mask else None
     dropout = (0.3, torch.tensor([7], device=given.device)) if drops else (0.0, None)
     softcap = next(given.softcaps) if softcap is None else softcap
@@ -510,19 +498,17 @@ def call_softmax(
         "bias_gradient": sums_bias and bias is not None,
         "sink_gradient": has_sink,
     }
-    if of_rows.keeps_scores(forward):
-        OPS.softmax_dropout_backward(
-            *as_record(of_rows.DropoutBackwardArguments, forward, **backward)
-        )
-    else:
+    op, record = OPS.softmax_dropout_backward, of_rows.DropoutBackwardArguments
+    if not of_rows.keeps_scores(forward):
+        op, record = OPS.softmax_backward, of_rows.BackwardArguments
         backward["probabilities"] = scores
-        OPS.softmax_backward(*as_record(of_rows.BackwardArguments, forward, **backward))
+    op(*as_record(record, forward, **backward))
 
 
 # Softmax over an earlier dimension
 
 
-def softmax_columns(given, direction, dtype, inner):
+def columns(given, direction, dtype, inner):
     """`inner` decides how many elements a thread reads at a time where the tensor is aligned."""
     layouts = itertools.cycle(LAYOUTS[:2])  # contiguous ones
     # One block, a cluster, one that reads again.
@@ -613,10 +599,7 @@ def call_topk(
     element, scale, renormalize = DTYPES[dtype], next(given.scales), next(given.flags)
     logits = given.floats(*shape, dtype=element, layout=layout)
     excluded = given.mask(*given.beside(shape)) if mask else None
-    bias_tensor = None
-    if bias is not None:
-        bias_dtype = DTYPES["fp32" if bias == "fp32" else dtype]
-        bias_tensor = given.floats(*given.beside(shape), dtype=bias_dtype)
+    bias_tensor = given.bias(bias, dtype, shape)
     softcap = next(given.softcaps) if softcap is None else softcap
     options = (scale, softcap, excluded, bias_tensor, renormalize)
     probabilities, indices, statistics = OPS.softmax_topk_forward(
@@ -625,12 +608,11 @@ def call_topk(
     )
     if not backward:
         if bias is None and k > 0 and not given.is_brief:
-            of_rows = given.floats(*shape[:-1], dtype=torch.float32).abs()
+            rows = given.floats(*shape[:-1], dtype=torch.float32).abs()
             top_k = torch.full(shape[-2:-1], k, dtype=torch.int32, device=given.device)
+            limits = (0, top_k, 0.9, rows, 0.0, None)
             seed = torch.tensor([3], device=given.device)
-            OPS.softmax_topk_sample(
-                *(logits, k, 1.0, of_rows, excluded, 0, top_k, 0.9, of_rows, 0.0, None, seed)
-            )
+            OPS.softmax_topk_sample(logits, k, 1.0, rows, excluded, *limits, seed)
         return
     gradient = given.floats(*probabilities.shape, dtype=probabilities.dtype)
     lse_gradient = given.floats(*shape[:-1], dtype=torch.float32) if next(given.flags) else None
@@ -653,25 +635,17 @@ def dims_of(table, *, is_float=False):
 HOPPER_DIMS = dims_of("kAttentionHopperTiles")
 DIMS_OF_ROWS = tuple(dim for dim in HOPPER_DIMS if dim <= LIMITS.attention["kMostHeadDimOfRows"])
 # Of values, of tiles for a head dimension.
-VALUE_DIMS = {
-    dim: [
-        int(row[1])
-        for row in table_of("attention/limits.h", "kAttentionHopperTiles")
-        if int(row[0]) == dim
-    ]
-    for dim in HOPPER_DIMS
-}
+VALUE_DIMS = {dim: [] for dim in HOPPER_DIMS}
+for tile in table_of("attention/limits.h", "kAttentionHopperTiles"):
+    VALUE_DIMS[int(tile[0])].append(int(tile[1]))
 # Of each width of elements: head dimensions of tiles, and those for which GPUs with small blocks
 # have tiles of their own.
 HEAD_DIMS, SMALL_DIMS = {}, {}
 for is_wide in (False, True):
-    of_both = [
-        dims_of(f"kAttention{each}Tiles", is_float=is_wide) for each in ("Forward", "Backward")
-    ]
-    HEAD_DIMS[is_wide] = tuple(dict.fromkeys(of_both[0]))
-    SMALL_DIMS[is_wide] = tuple(
-        dim for dim in HEAD_DIMS[is_wide] if sum(of_both, ()).count(dim) > 2
-    )
+    forward = dims_of("kAttentionForwardTiles", is_float=is_wide)
+    of_both = forward + dims_of("kAttentionBackwardTiles", is_float=is_wide)
+    HEAD_DIMS[is_wide] = tuple(dict.fromkeys(forward))
+    SMALL_DIMS[is_wide] = tuple(dim for dim in HEAD_DIMS[is_wide] if of_both.count(dim) > 2)
 # Queries and keys. Up to 16 queries take kernels of their own; 1030 keys are split.
 ATTENTION_SIZES = (
     *((0, 9), (17, 0), (1, 1030), (7, 33), (17, 1), (33, 90), (65, 8), (129, 257)),
@@ -698,6 +672,7 @@ ATTENTION_BIASES = {
     "relative": "table",
 }
 TILE_BIASES = ("dense", "shared")  # those that tensor copies take
+BIASES_IN_TURNS = ("none", *TILE_BIASES, "relative")
 MASKINGS = ("none", "causal", "window", "mask", "mask of keys", "ranges", "blocks")
 
 
@@ -718,11 +693,8 @@ def attention(given, kernels, **options):
     """Forward and backward."""
     sizes = given.sizes(ATTENTION_SIZES, BRIEF_ATTENTION_SIZES[kernels])
     if kernels == "own":  # they take no broadcast dimensions, and a bias whose rows are aligned
-        sizes = (
-            (*sizes, *FILLING_SIZES)
-            if options["dim"] <= LIMITS.attention["kSmallHeadDim"]
-            else sizes
-        )
+        is_small = options["dim"] <= LIMITS.attention["kSmallHeadDim"]
+        sizes = (*sizes, *FILLING_SIZES) if is_small else sizes
         given.layouts = itertools.cycle(each for each in LAYOUTS if each != "broadcast")
         if options["bias"] in TILE_BIASES:
             given.layouts = itertools.cycle(("exact", "padded"))
@@ -741,14 +713,8 @@ def call_attention(given, sizes, dtype, dim, bias, bias_dtype, deterministic):
     for queries, keys in sizes:
         masking, of_keys, head_dim = next(maskings), next(key_heads), next(dims)
         value_dim = min(next(dims), next(most_of_values))
-        query, key, value, output_gradient = (
-            given.floats(BATCHES, *shape, dtype=element)
-            for shape in (
-                (HEADS, queries, head_dim),
-                (of_keys, keys, head_dim),
-                (of_keys, keys, value_dim),
-                (HEADS, queries, value_dim),
-            )
+        query, key, value, output_gradient = given.states(
+            BATCHES, (HEADS, of_keys), (queries, keys), (head_dim, value_dim), dtype
         )
         mask = table = None
         if masking == "mask":
@@ -789,7 +755,7 @@ def attend(
 ):
     """Forward, merged with itself, and, if there is a gradient of the output, backward."""
     tensors = {"query": query, "key": key, "value": value, "scale": 0.3}
-    forward = plain(of_attention.ForwardArguments, **tensors, **options)
+    forward = plain(of_pairs.ForwardArguments, **tensors, **options)
     output, statistics = OPS.attention_forward(*forward)
     for dtype in (output.dtype, torch.float32):
         merged = output.to(dtype, copy=True), statistics.clone()
@@ -799,7 +765,7 @@ def attend(
         backward |= {"statistics": statistics, "deterministic": deterministic}
         backward["bias_gradient"] = sums_bias and forward.bias is not None
         backward["sink_gradient"] = forward.sink is not None
-        OPS.attention_backward(*as_record(of_attention.BackwardArguments, forward, **backward))
+        OPS.attention_backward(*as_record(of_pairs.BackwardArguments, forward, **backward))
 
 
 def takes_turns(dtype, dim, bias):
@@ -816,15 +782,10 @@ def attention_in_turns(given, dtype, dim, bias):
     sizes = given.sizes(((70, 200), (140, 264)), ((140, 264),))
     sizes = (*sizes, *FILLING_SIZES) if dim == LIMITS.attention["kSmallHeadDim"] else sizes
     # Heads that share keys have another order of turns.
-    for (queries, keys), key_heads in itertools.product(
-        sizes, {heads, 1 if bias == "none" else heads}
-    ):
-        query, key, value, output_gradient = (
-            given.floats(batches, count, length, dim, dtype=DTYPES[dtype], layout="exact")
-            for count, length in (
-                *((heads, queries), (key_heads, keys)),
-                *((key_heads, keys), (heads, queries)),
-            )
+    shared = {heads, 1} if bias == "none" else {heads}
+    for (queries, keys), key_heads in itertools.product(sizes, shared):
+        query, key, value, output_gradient = given.states(
+            batches, (heads, key_heads), (queries, keys), (dim, dim), dtype, "exact"
         )
         shapes = {"shared": (1, heads, queries, keys), "relative": (1, heads, queries + keys - 1)}
         shapes["dense"] = (batches, heads, queries, keys)
@@ -852,10 +813,8 @@ def attention_small(given, dtype, dim):
     for queries, keys in given.sizes(sizes, sizes[3:]):
         masks = (None, given.mask(batches, 1, queries, keys), given.mask(batches, 1, 1, keys))
         for mask, bias_dtype in itertools.product(masks, (None, dtype, "fp32")):
-            shapes = ((queries, dim), (keys, dim), (keys, dim - 8), (queries, dim - 8))
-            query, key, value, output_gradient = (
-                given.floats(batches, heads, *shape, dtype=DTYPES[dtype], layout="exact")
-                for shape in shapes
+            query, key, value, output_gradient = given.states(
+                batches, (heads, heads), (queries, keys), (dim, dim - 8), dtype, "exact"
             )
             table = None
             if bias_dtype is not None:
@@ -874,13 +833,11 @@ def attention_heads(given, dtype, has_bias):
     """So many heads that a block of Hopper's backward takes several, in one or more units."""
     batches, heads = given.many(132, 2)
     sizes = ((64, 200), (60, 300), (190, 130), (120, 500), (63, 769))
-    for (queries, keys), dim in zip(
-        given.sizes(sizes, sizes[1:3]), itertools.cycle((32, 24, 8)), strict=False
-    ):
-        shapes = ((queries, dim), (keys, dim), (keys, 32), (queries, 32))
-        query, key, value, output_gradient = (
-            given.floats(batches, heads, *shape, dtype=DTYPES[dtype], layout="exact")
-            for shape in shapes
+    dims = itertools.cycle((32, 24, 8))
+    for queries, keys in given.sizes(sizes, sizes[1:3]):
+        dim = next(dims)
+        query, key, value, output_gradient = given.states(
+            batches, (heads, heads), (queries, keys), (dim, 32), dtype, "exact"
         )
         for mask in (None, given.mask(batches, 1, 1, keys), given.mask(batches, heads, 1, keys)):
             bias = None
@@ -899,12 +856,8 @@ def attention_shared_bias(given, dtype):
     batches, heads = given.many(16, 33)
     sizes = ((120, 250), (100, 384), (250, 501), (120, 639), (125, 199), (100, 769), (90, 1024))
     for queries, keys in given.sizes(sizes, sizes[2:4]):
-        query, key, value = (
-            given.floats(batches, heads, length, dim, dtype=DTYPES[dtype], layout="exact")
-            for length, dim in ((queries, 32), (keys, 32), (keys, 24))
-        )
-        output_gradient = given.floats(
-            batches, heads, queries, 24, dtype=DTYPES[dtype], layout="exact"
+        query, key, value, output_gradient = given.states(
+            batches, (heads, heads), (queries, keys), (32, 24), dtype, "exact"
         )
         bias = given.floats(1, heads, queries, keys, dtype=DTYPES[dtype], layout="exact")
         query[::3] *= 50
@@ -918,9 +871,8 @@ def attention_rows(given, dtype, dim):
     sizes = ((374, 371), (130, 250), (66, 125), (380, 383))
     layouts = itertools.cycle(("exact", "offset"))
     for queries, keys in given.sizes(sizes):
-        query, key, value, output_gradient = (
-            given.floats(BATCHES, HEADS, length, dim, dtype=DTYPES[dtype], layout="exact")
-            for length in (queries, keys, keys, queries)
+        query, key, value, output_gradient = given.states(
+            BATCHES, (HEADS, HEADS), (queries, keys), (dim, dim), dtype, "exact"
         )
         shape = (BATCHES, HEADS, queries, keys)
         outer = given.floats(queries, BATCHES, HEADS, keys, dtype=DTYPES[dtype], layout="exact")
@@ -934,22 +886,16 @@ def attention_rows(given, dtype, dim):
 
 def attention_wide(given, dtype, has_bias):
     """Head dimensions beyond kMaxHeadDim, forward; values are the first columns of keys, or not."""
-    wide = tuple(
-        kernel_limits().attention[name] for name in ("kMaxWideHeadDim", "kMaxWideValueDim")
-    )
+    wide = tuple(LIMITS.attention[f"kMaxWide{each}Dim"] for each in ("Head", "Value"))
     maskings = itertools.cycle(("none", "mask", "blocks", "causal", "ranges"))
     sizes = ((1, 1030), (1, 9), (33, 40), (7, 65), (0, 3), (2, 0))
     for (queries, keys), (head_dim, value_dim) in zip(
         given.sizes(sizes, sizes[1:3]), itertools.cycle((wide, (264, 40), (24, 300)))
     ):
-        masking = next(maskings)
+        masking, of_query = next(maskings), (4 * HEADS, queries, head_dim)
         query, key, value = (
             given.floats(BATCHES, *shape, dtype=DTYPES[dtype])
-            for shape in (
-                (4 * HEADS, queries, head_dim),
-                (HEADS, keys, head_dim),
-                (HEADS, keys, value_dim),
-            )
+            for shape in (of_query, (HEADS, keys, head_dim), (HEADS, keys, value_dim))
         )
         if value_dim < head_dim and next(given.flags):
             value = key[..., :value_dim]
@@ -968,28 +914,3 @@ def attention_wide(given, dtype, has_bias):
         options = {"softcap": next(given.softcaps), "sink": sink, "sink_value": sink_value}
         options |= {"bias": bias, "mask": mask, "window_right": right, "block": block}
         attend(query, key, value, **options, first=first, end=end)
-
-
-OPS = torch.ops.megasoftmax
-RUN = {
-    "softmax tile": softmax_tile,
-    "softmax rows": softmax_rows,
-    "softmax regime": softmax_regime,
-    "softmax capped": softmax_capped,
-    "softmax bias gradient": softmax_bias_gradient,
-    "softmax dropout": softmax_dropout,
-    "softmax dropout bias gradient": softmax_dropout_bias_gradient,
-    "columns": softmax_columns,
-    "topk tile": topk_tile,
-    "topk router": topk_router,
-    "topk forward": topk_forward,
-    "topk capped": topk_capped,
-    "topk backward": topk_backward,
-    "attention": attention,
-    "attention in turns": attention_in_turns,
-    "attention small": attention_small,
-    "attention heads": attention_heads,
-    "attention shared bias": attention_shared_bias,
-    "attention rows": attention_rows,
-    "attention wide": attention_wide,
-}
