@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 # Norm-wise relative error; a single element may be four times as far off.
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 3e-6,
-    torch.float16: 1e-3,
-    torch.bfloat16: 6e-3,
-}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 ELEMENTWISE = 4
 # What a capped score may err by, in units of the eps of its computation.
 CAPPED = 8
@@ -132,11 +127,8 @@ def softmax(
         t = torch.tanh(z / softcap)
         z, slope = softcap * t, (1 - t * t).nan_to_num(0.0)
         # Rounding scale * scores / softcap counts too.
-        of_argument = slope * torch.atanh(t).abs().nan_to_num(0.0, 0.0)
-        slopes = (
-            slope,
-            2 * t.abs().nan_to_num(0.0) * (CAPPED * t.abs().nan_to_num(0.0) + of_argument),
-        )
+        size, of_argument = t.abs().nan_to_num(0.0), torch.atanh(t).abs().nan_to_num(0.0, 0.0)
+        slopes = (slope, 2 * size * (CAPPED * size + slope * of_argument))
         terms = CAPPED * z.abs()
     if bias is not None:
         z = z + bias.detach().double()
@@ -145,7 +137,7 @@ def softmax(
     is_poison = (z.isnan() | (z == torch.inf)) & ~excluded
     is_nan = is_poison.any(-1)
     z = z.masked_fill(excluded | is_poison, -torch.inf)
-    logit = _sink_per_row(sink, z)
+    logit = sink_per_row(sink, z)
     largest = torch.cat([z, logit.unsqueeze(-1)], -1).amax(-1)
     if sink is not None:
         is_nan = is_nan | logit.isnan() | (logit == torch.inf)
@@ -218,16 +210,16 @@ def gradients(
     if bias is not None:
         of_bias = summed(Gradient(dz, dz_size, forward.excluded), bias.shape)
     if isinstance(sink, Tensor):
-        logit = _sink_per_row(sink, forward.probabilities)
+        logit = sink_per_row(sink, forward.probabilities)
         share = torch.where(logit == -torch.inf, 0.0, torch.exp(logit - forward.lse))
-        value = _sum_per_sink(-share * d, sink)
+        value = sum_per_sink(-share * d, sink)
         # GPUs take the smallest numbers of float32 for 0: the share, and its product with D.
         tiny = 0.0 if dtype == torch.float64 else torch.finfo(torch.float32).tiny
         flushed = tiny / TOLERANCE[dtype] * (1 + d_size)
         squares = (enlarged(share * d_size, forward.sink_noise, dtype) + flushed).square()
         of_sink = Gradient(
             value,
-            (_sum_per_sink(squares, sink) + value.square()).sqrt(),
+            (sum_per_sink(squares, sink) + value.square()).sqrt(),
             torch.zeros(sink.shape, dtype=torch.bool, device=sink.device),
         )
     return Gradients(scores, of_bias, of_sink)
@@ -394,48 +386,44 @@ def compare(
     size = enlarged(expected.probabilities, expected.noise, wide)
     if expected.kept is not None:  # GPUs take the smallest numbers for 0 before the factor
         size = size + torch.finfo(torch.float32).tiny / TOLERANCE[wide]
+    probabilities, size = expected.dropped(expected.probabilities), expected.dropped(size)
     deviations = {
-        "probabilities": deviation(
-            p,
-            expected.dropped(expected.probabilities),
-            wide,
-            magnitude=expected.dropped(size),
-        ),
-        "lse": deviation(
-            lse,
-            expected.lse,
-            computed,
-            magnitude=size_of_lse(expected, computed),
-            zero=torch.zeros_like(expected.lse, dtype=torch.bool),
-        ),
+        "probabilities": deviation(p, probabilities, wide, magnitude=size),
+        "lse": deviation_of_lse(lse, expected, computed),
     }
 
     g = random_like(p, 1) if g is None else g
     h = random_like(lse, 2) if h is None and lse_gradient else h
     outputs, incoming = ((p,), (g,)) if h is None else ((p, lse), (g, h))
     found = torch.autograd.grad(outputs, list(inputs.values()), incoming, allow_unused=True)
-    wanted = gradients(
-        expected,
-        g,
-        h,
-        scale=arguments.get("scale", 1.0),
-        bias=inputs.get("bias"),
-        sink=inputs.get("sink"),
-        dtype=out,
-    )
+    learned = {name: inputs.get(name) for name in ("bias", "sink")}
+    scale = arguments.get("scale", 1.0)
+    wanted = gradients(expected, g, h, scale=scale, **learned, dtype=out)
+    deviations |= deviations_of_gradients(inputs, found, vars(wanted), out, computed)
+    return (p.detach(), lse.detach(), *found), deviations
+
+
+def deviation_of_lse(lse: Tensor, expected: Forward, computed: torch.dtype) -> Deviation:
+    size, nowhere = size_of_lse(expected, computed), torch.zeros_like(expected.lse).bool()
+    return deviation(lse, expected.lse, computed, magnitude=size, zero=nowhere)
+
+
+def deviations_of_gradients(
+    inputs: dict[str, Tensor],
+    found: tuple[Tensor, ...],
+    wanted: dict[str, Gradient],
+    *dtypes: torch.dtype,
+) -> dict[str, Deviation]:
+    """Of the inputs by name. The coarsest of their own type and the `dtypes` has the error."""
+    deviations = {}
     for (name, tensor), actual in zip(inputs.items(), found, strict=True):
         assert actual is not None, f"no gradient of {name}"
         assert actual.dtype == tensor.dtype
-        gradient = getattr(wanted, name)
-        deviations[f"gradient of {name}"] = deviation(
-            actual,
-            gradient.value,
-            coarser(out, computed, tensor.dtype),
-            magnitude=gradient.magnitude,
-            zero=gradient.zero,
-            slack=2.0,
-        )
-    return (p.detach(), lse.detach(), *found), deviations
+        limits = {"magnitude": wanted[name].magnitude, "zero": wanted[name].zero, "slack": 2.0}
+        dtype = coarser(*dtypes, tensor.dtype)
+        actual = actual.to(wanted[name].value.device)
+        deviations[f"gradient of {name}"] = deviation(actual, wanted[name].value, dtype, **limits)
+    return deviations
 
 
 def checking(compare: Callable[..., Any]) -> Callable[..., Any]:
@@ -462,7 +450,7 @@ def _noises(p: Tensor, of_z: Tensor, share: Tensor, of_sink: Tensor) -> tuple[Te
     return of_z + weighted.unsqueeze(-1), of_sink + weighted, weighted
 
 
-def _sink_per_row(sink: Tensor | float | None, scores: Tensor) -> Tensor:
+def sink_per_row(sink: Tensor | float | None, scores: Tensor) -> Tensor:
     """[..., heads, queries]; -inf, which weighs nothing, without a sink."""
     if sink is None:
         sink = -torch.inf
@@ -474,7 +462,7 @@ def _sink_per_row(sink: Tensor | float | None, scores: Tensor) -> Tensor:
     return logit.expand(scores.shape[:-1])
 
 
-def _sum_per_sink(rows: Tensor, sink: Tensor) -> Tensor:
+def sum_per_sink(rows: Tensor, sink: Tensor) -> Tensor:
     if sink.numel() == 1:
         return rows.sum().reshape(sink.shape)
     return rows.movedim(-2, 0).flatten(1).sum(1)

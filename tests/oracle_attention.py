@@ -49,10 +49,8 @@ def bias_of_pairs(bias: Tensor | RelativeBias | None, shape: torch.Size) -> Tens
         device = bias.table.device
         queries = torch.arange(shape[-2], device=device)[:, None]
         places = torch.arange(shape[-1], device=device) - queries + shape[-2] - 1
-        table = bias.table.double()
-        entries = (
-            table[..., queries, places] if isinstance(bias, ShiftedBias) else table[..., places]
-        )
+        at = (queries, places) if isinstance(bias, ShiftedBias) else (places,)
+        entries = bias.table.double()[(..., *at)]
     else:
         entries = bias.double()
     return entries.expand(shape)
@@ -119,9 +117,8 @@ def attention(
     noise_of_z = noise_of_z.masked_fill(dense.excluded | (p == 0), 0)
     z_noise = noise_of_z + (p * noise_of_z).sum(-1, keepdim=True)
     # P is from 0 to 1, and so is its error.
-    noise_of_p = (p * z_noise * (_eps_of_z(query.dtype) / torch.finfo(query.dtype).eps)).clamp_max(
-        1 / torch.finfo(query.dtype).eps
-    )
+    eps = torch.finfo(query.dtype).eps
+    noise_of_p = (p * z_noise * (_eps_of_z(query.dtype) / eps)).clamp_max(1 / eps)
     rounding = _size(p, query.dtype) if query.dtype in HALVES else noise_of_p
     weight_noise = torch.maximum(rounding, noise_of_p)
     if query.is_cuda and query.dtype == torch.float32:
@@ -133,16 +130,10 @@ def attention(
     nothing = (p == 0).all(-1)
     zero = nothing.unsqueeze(-1).expand(output.shape) & v.isfinite().all()
     lse_noise = dense.lse.abs() + 1 + (p * noise_of_z).sum(-1)
-    return Forward(
-        dense,
-        k,
-        v,
-        rounding,
-        weight_noise,
-        Result(output, noise, zero),
-        Result(dense.lse, lse_noise, torch.zeros_like(nothing)),
-        abs(factor) * sizes,
-    )
+    of_output = Result(output, noise, zero)
+    of_lse = Result(dense.lse, lse_noise, torch.zeros_like(nothing))
+    product_noise = abs(factor) * sizes
+    return Forward(dense, k, v, rounding, weight_noise, of_output, of_lse, product_noise)
 
 
 def _eps_of_z(dtype: torch.dtype) -> float:
@@ -187,10 +178,8 @@ def gradients(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     eps = torch.finfo(query.dtype).eps
 
-    is_beside_torch = h is None and not softcap
-    allowed = (
-        ROUNDING * eps if is_beside_torch else oracle.TOLERANCE[query.dtype]
-    )  # see `deviation`
+    is_beside_torch = h is None and not softcap  # see `deviation`
+    allowed = ROUNDING * eps if is_beside_torch else oracle.TOLERANCE[query.dtype]
 
     def rounded(exact: Tensor) -> Tensor:
         return exact.to(query.dtype).double()
@@ -293,21 +282,14 @@ def gradients(
         seen = reduced((p != 0).double(), bias, lambda x: x)
         found["bias"] = product(value, squares, seen == 0)
     if isinstance(sink, Tensor):
-        logit = sink.detach().double()
-        logit = logit.reshape(()) if logit.numel() == 1 else logit[:, None]
+        logit = oracle.sink_per_row(sink, p)
         share = torch.exp(logit - expected.dense.lse).masked_fill(logit == -torch.inf, 0)
-
-        def of_sink(rows: Tensor) -> Tensor:
-            if sink.numel() == 1:
-                return rows.sum().reshape(sink.shape)
-            return rows.movedim(-2, 0).flatten(1).sum(1)
-
         d, d_noise = d.squeeze(-1), d_noise.squeeze(-1)
         share_noise = share * (_eps_of_z(query.dtype) / eps * expected.lse.noise).clamp(1, 1 / eps)
-        squares = of_sink((share_noise * d.abs() + share * d_noise).square())
+        squares = oracle.sum_per_sink((share_noise * d.abs() + share * d_noise).square(), sink)
         for each in lost_of_d:
-            squares = squares + of_sink(share * each.squeeze(-1)).square()
-        value = of_sink(-share * d)
+            squares = squares + oracle.sum_per_sink(share * each.squeeze(-1), sink).square()
+        value = oracle.sum_per_sink(-share * d, sink)
         nothing = torch.zeros_like(sink, dtype=torch.bool)
         found["sink"] = product(value, squares, nothing)
     return found
@@ -364,9 +346,7 @@ def torch_attention(
     if bias is not None:
         found["bias"] = reduced(dz[..., :keys], bias, lambda x: x)
     if isinstance(sink, Tensor):
-        rows = dz[..., keys:]
-        of_heads = rows.movedim(-3, 0).flatten(1).sum(1)
-        found["sink"] = (of_heads.sum() if sink.numel() == 1 else of_heads).reshape(sink.shape)
+        found["sink"] = oracle.sum_per_sink(dz[..., keys], sink)
     return found
 
 
@@ -430,11 +410,8 @@ def compare(
     """
     is_half = query.dtype in HALVES
     computed = torch.float64 if query.dtype == torch.float64 else torch.float32
-    names = ("query", "key", "value")
-    inputs = {
-        name: each.detach().requires_grad_()
-        for name, each in zip(names, (query, key, value), strict=True)
-    }
+    inputs = {"query": query, "key": key, "value": value}
+    inputs = {name: each.detach().requires_grad_() for name, each in inputs.items()}
     call = dict(arguments)
     bias, sink = arguments.get("bias"), arguments.get("sink")
     table = bias.table if isinstance(bias, RelativeBias) else bias
@@ -443,7 +420,8 @@ def compare(
         call["bias"] = replace(bias, table=leaf) if isinstance(bias, RelativeBias) else leaf
     if isinstance(sink, Tensor) and sink.requires_grad:
         inputs["sink"] = call["sink"] = sink.detach().requires_grad_()
-    output, lse = function(*(inputs[name] for name in names), **call, return_lse=True)
+    states = (inputs[name] for name in ("query", "key", "value"))
+    output, lse = function(*states, **call, return_lse=True)
     assert output.dtype == query.dtype
     assert lse.dtype == computed
     assert output.transpose(-3, -2).is_contiguous()
@@ -457,9 +435,8 @@ def compare(
     softcap = arguments.get("softcap")
     of_torch: dict[str, Tensor] = {}
     if is_half and not softcap:  # torch has none
-        of_torch = torch_attention(
-            query, key, value, g, **options, excluded=expected.dense.excluded
-        )
+        excluded = expected.dense.excluded
+        of_torch = torch_attention(query, key, value, g, **options, excluded=excluded)
         if h is not None:
             of_torch = {"output": of_torch["output"]}
     deviations = {
@@ -473,12 +450,9 @@ def compare(
     for (name, tensor), actual in zip(inputs.items(), found, strict=True):
         assert actual is not None, f"no gradient of {name}"
         assert actual.dtype == tensor.dtype
-        deviations[f"gradient of {name}"] = deviation(
-            actual,
-            wanted[name],
-            oracle.coarser(query.dtype, tensor.dtype),
-            of_torch.get(name),
-        )
+        dtype = oracle.coarser(query.dtype, tensor.dtype)
+        found_by_torch = of_torch.get(name)
+        deviations[f"gradient of {name}"] = deviation(actual, wanted[name], dtype, found_by_torch)
     results = {"output": output.detach(), "lse": lse.detach()}
     return results | dict(zip(inputs, found, strict=True)), deviations
 

@@ -94,11 +94,9 @@ def softmax_topk(
             noise = noise.amax(-1, keepdim=True).expand(p.shape) if k else noise
     elif renormalize:
         selected = z.gather(-1, indices)
-        p = oracle.softmax(
-            selected,
-            mask=None if mask is None else excluded,
-            bias=None if bias is None else torch.zeros_like(selected),
-        ).probabilities
+        beside = {} if mask is None else {"mask": excluded}
+        beside |= {} if bias is None else {"bias": torch.zeros_like(selected)}
+        p = oracle.softmax(selected, **beside).probabilities
         p = p.masked_fill(dense.lse.isnan().unsqueeze(-1) & ~excluded, torch.nan)
         # Of the whole row, where a weighted sum of errors may be smaller: here its largest.
         noise = noise.amax(-1, keepdim=True).expand(p.shape) if k else noise
@@ -230,9 +228,8 @@ def gradient_of_z(
     else:
         dz = torch.where(p == 0, 0.0, p * (spread(g) + h - d))
         incoming = spread(g.abs()) + h.abs()
-        size = torch.maximum(
-            (p_size + step) * (incoming + least_d_size), (p + step) * (incoming + d_size)
-        )
+        of_p = (p_size + step) * (incoming + least_d_size)
+        size = torch.maximum(of_p, (p + step) * (incoming + d_size))
     excluded = expected.dense.excluded
     return oracle.Gradient(dz, torch.where(excluded, 0.0, size), excluded)
 
@@ -276,26 +273,16 @@ def compare(
 
     expected = softmax_topk(logits, k, **arguments, found=(p, indices))
     assert indices.shape == expected.indices.shape
-    wide = oracle.coarser(out, computed)
+    wide, wanted_p = oracle.coarser(out, computed), expected.probabilities
+    size = oracle.enlarged(wanted_p, expected.noise, wide)
     deviations = {
         "indices": _deviation_of_indices(indices.cpu(), expected.indices),
-        "probabilities": oracle.deviation(
-            p.detach().cpu(),
-            expected.probabilities,
-            wide,
-            magnitude=oracle.enlarged(expected.probabilities, expected.noise, wide),
-        ),
+        "probabilities": oracle.deviation(p.detach().cpu(), wanted_p, wide, magnitude=size),
     }
     for lse in lses:
         assert lse.dtype == computed
         assert lse.is_contiguous()
-        deviations["lse"] = oracle.deviation(
-            lse.detach().cpu(),
-            expected.dense.lse,
-            computed,
-            magnitude=oracle.size_of_lse(expected.dense, computed),
-            zero=torch.zeros_like(expected.dense.lse, dtype=torch.bool),
-        )
+        deviations["lse"] = oracle.deviation_of_lse(lse.detach().cpu(), expected.dense, computed)
 
     g = oracle.random_like(p, 1) if g is None else g
     if h is None and lse_gradient and has_lse:
@@ -303,23 +290,12 @@ def compare(
     h = h if has_lse else None
     outputs, incoming = ((p,), (g,)) if h is None else ((p, lses[0]), (g, h))
     found = torch.autograd.grad(outputs, list(inputs.values()), incoming, allow_unused=True)
-    dz = gradient_of_z(
-        expected, g.cpu(), None if h is None else h.cpu(), renormalize=renormalize, dtype=out
-    )
+    h = None if h is None else h.cpu()
+    dz = gradient_of_z(expected, g.cpu(), h, renormalize=renormalize, dtype=out)
     wanted = {"logits": oracle.of_scores(expected.dense, dz, scale, out)}
     if bias is not None:
         wanted["bias"] = oracle.summed(dz, bias.shape)
-    for (name, tensor), actual in zip(inputs.items(), found, strict=True):
-        assert actual is not None, f"no gradient of {name}"
-        assert actual.dtype == tensor.dtype
-        deviations[f"gradient of {name}"] = oracle.deviation(
-            actual.cpu(),
-            wanted[name].value,
-            oracle.coarser(out, computed, tensor.dtype),
-            magnitude=wanted[name].magnitude,
-            zero=wanted[name].zero,
-            slack=2.0,
-        )
+    deviations |= oracle.deviations_of_gradients(inputs, found, wanted, out, computed)
     return (p.detach(), indices, *(lse.detach() for lse in lses), *found), deviations
 
 
