@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sanitize_cases import table_of
-from typer.testing import CliRunner, Result
 
-from megasoftmax import __main__
 from megasoftmax.build import library
 from megasoftmax.explain import (
     GPU_NAMES,
@@ -22,12 +20,7 @@ from megasoftmax.explain import (
     explain_topk,
     gpu_named,
 )
-from megasoftmax.explain.attention import (
-    BACKWARD_SHARE,
-    FORWARD_SHARE,
-    HOPPER_BACKWARD_SHARE,
-    HOPPER_FORWARD_SHARE,
-)
+from megasoftmax.explain import attention as of_attention
 from megasoftmax.limits import kernel_limits
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -36,21 +29,17 @@ HALF, FLOAT = torch.float16, torch.float32
 # Attention
 
 
+IN_FLOAT = {"bias": True, "bias_dtype": FLOAT}
 HEAD_DIMS = [8, 31, 32, 33, 64, 65, 80, 81, 96, 100, 128, 129, 192, 200, 256]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(
-    "call", [{"major": 8}, {"major": 10}, {"bias": True, "bias_dtype": torch.float32}], ids=str
-)
+@pytest.mark.parametrize("call", [{"major": 8}, {"major": 10}, IN_FLOAT], ids=str)
 def test_tiles_of_portable_attention_are_those_of_the_table(
     call: dict[str, Any], head_dim: int
 ) -> None:
     padded = -(-head_dim // 8) * 8
-    for backward, name in (
-        (False, "kAttentionForwardTiles"),
-        (True, "kAttentionBackwardTiles"),
-    ):
+    for backward, name in ((False, "kAttentionForwardTiles"), (True, "kAttentionBackwardTiles")):
         row = next(row for row in table_of("attention/limits.h", name) if int(row[0]) >= padded)
         found = explain_attention(2, 6, 1000, head_dim, key_heads=3, backward=backward, **call)
         assert not found.hopper
@@ -82,17 +71,11 @@ def test_blocks_take_several_small_heads(
         assert (found.tile_queries, found.tile_keys, found.threads) == (side, side, 2 * side)
         assert found.blocks < 1000
         assert ("keeps the bias" in found.why) == bias
-    others: tuple[dict[str, Any], ...] = (
-        {"queries": 145},
-        {"head_dim": 72},
-        {"queries": 16},
-        {"batches": 3},
-        {"key_heads": 3},
-        {"dtype": torch.float32},
-    )
+    usual = {"batches": 1000, "heads": 6, "queries": tokens, "head_dim": dim}
+    others: list[dict[str, Any]] = [{"queries": 145}, {"head_dim": 72}, {"queries": 16}]
+    others += [{"batches": 3}, {"key_heads": 3}, {"dtype": FLOAT}]
     for other in others:
-        call = {"batches": 1000, "heads": 6, "queries": tokens, "head_dim": dim} | other
-        assert not explain_attention(**call, bias=True, **options).several_heads
+        assert not explain_attention(**usual | other, bias=True, **options).several_heads
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -105,9 +88,8 @@ def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> N
     assert back.hopper
     assert "compute capability 9.0: Hopper's own kernels" in found.why
     forward_table = table_of("attention/limits.h", "kAttentionHopperTiles")
-    tile, warpgroups, keys = next(
-        (int(row[0]), int(row[2]), int(row[3])) for row in forward_table if int(row[1]) >= padded
-    )
+    row = next(row for row in forward_table if int(row[1]) >= padded)
+    tile, warpgroups, keys = int(row[0]), int(row[2]), int(row[3])
     assert (found.tile_head_dim, found.tile_value_dim) == (tile, tile)
     assert found.threads == 128 * (warpgroups + 1)
     assert (found.tile_queries, found.tile_keys) == (64 * warpgroups, keys)
@@ -350,7 +332,7 @@ def test_portable_kernels_hold_relative_biases_as_float32() -> None:
     for backward in (False, True):
         options: dict[str, Any] = {"backward": backward, "major": 8}
         relative = explain_attention(2, 8, 512, 64, relative=True, **options)
-        dense = explain_attention(2, 8, 512, 64, bias=True, bias_dtype=torch.float32, **options)
+        dense = explain_attention(2, 8, 512, 64, **IN_FLOAT, **options)
         assert relative.shared_bytes == dense.shared_bytes
 
 
@@ -363,10 +345,8 @@ def test_blocks_on_hopper_are_shared_where_queries_see_few_keys() -> None:
         (4096, (128 * most - 128, -1), H200.multiprocessors),
         (4096, (128 * most - 127, -1), tiles),
     ):
-        found = explain_attention(
-            8, 16, 4096, 128, keys=keys, causal=window is not None, window=window
-        )
-        assert found.blocks == blocks
+        limits = {} if window is None else {"causal": True, "window": window}
+        assert explain_attention(8, 16, 4096, 128, keys=keys, **limits).blocks == blocks
     assert explain_attention(1, 2, 17, 128).blocks == 2  # fewer tiles than multiprocessors
 
 
@@ -506,6 +486,9 @@ def test_more_queries_split_long_keys() -> None:
     assert explain_attention(1, 8, 1024, 128, backward=True).splits == 1
 
 
+OF_BIAS = {"backward": True, "bias": True, "bias_gradient": True}
+
+
 @pytest.mark.parametrize(
     ("arguments", "pairs", "read", "written", "flops"),
     [
@@ -523,13 +506,7 @@ def test_more_queries_split_long_keys() -> None:
         ({"bias": True, "causal": True}, 60, 672 + 120, 280, 60 * 32),
         # The output, its gradient and the statistics too.
         ({"backward": True}, 80, 672 + 320 + 120, 672, 80 * 80),
-        (
-            {"backward": True, "bias": True, "bias_gradient": True},
-            80,
-            672 + 320 + 120 + 160,
-            672 + 160,
-            80 * 80,
-        ),
+        (OF_BIAS, 80, 672 + 320 + 120 + 160, 672 + 160, 80 * 80),
     ],
 )
 def test_bytes_and_products_of_attention(
@@ -615,10 +592,10 @@ def test_gradients_of_biases_are_in_order_in_any_mode_where_that_is_fast(
 def test_time_of_attention_is_the_longer_one() -> None:
     found = explain_attention(1, 1, 64, 64)
     shares = {
-        (8, False): FORWARD_SHARE,
-        (8, True): BACKWARD_SHARE,
-        (9, False): HOPPER_FORWARD_SHARE,
-        (9, True): HOPPER_BACKWARD_SHARE,
+        (8, False): of_attention.FORWARD_SHARE,
+        (8, True): of_attention.BACKWARD_SHARE,
+        (9, False): of_attention.HOPPER_FORWARD_SHARE,
+        (9, True): of_attention.HOPPER_BACKWARD_SHARE,
     }
     moving = 1e6 * (found.bytes_read + found.bytes_written) / 1e9
     assert found.microseconds(1e9, 1e15) == pytest.approx(moving + LAUNCH_MICROSECONDS)
@@ -638,10 +615,7 @@ def test_time_of_attention_is_the_longer_one() -> None:
         ({"keys": 2**31}, "queries and keys: expected at most"),
         ({"dtype": torch.float64}, "dtype: expected float16, bfloat16 or float32"),
         ({"dtype": FLOAT, "head_dim": 136}, "head_dim: expected at most 128, got 136"),
-        (
-            {"bias": True, "bias_dtype": HALF},
-            "bias_dtype: expected torch.bfloat16 or torch.float32",
-        ),
+        (IN_FLOAT | {"bias_dtype": HALF}, "bias_dtype: expected torch.bfloat16 or torch.float32"),
         ({"window": (-2, 0)}, "window: expected sides of -1"),
         ({"bias_gradient": True, "bias": True}, "bias_gradient: only the backward pass"),
         ({"bias_gradient": True, "backward": True}, "bias_gradient: only the backward pass"),
@@ -764,23 +738,15 @@ def test_topk_that_is_refused(call: tuple[int, int, int, torch.dtype], message: 
 def test_compiled_part_and_plans_alone_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
         common.plans.cache_clear()
-        calls = itertools.product(
-            *((1, 16, 17, 4096), (32, 64, 128, 256), (False, True), (8, 9)),
-            *((99 * 1024, 163 * 1024), (None, HALF, FLOAT)),
-        )
+        biases = ({}, {"bias": True, "bias_dtype": HALF}, IN_FLOAT)
+        gpus = itertools.product((False, True), (8, 9), (99 * 1024, 163 * 1024), biases)
+        options = [
+            {"backward": backward, "major": major, "shared_bytes": shared_bytes} | bias
+            for backward, major, shared_bytes, bias in gpus
+        ]
+        calls = itertools.product((1, 16, 17, 4096), (32, 64, 128, 256), options)
         return [
-            *(
-                explain_attention(
-                    *(2, 4, m, dim),
-                    backward=backward,
-                    major=major,
-                    shared_bytes=shared_bytes,
-                    dtype=HALF,
-                    bias=bias_dtype is not None,
-                    bias_dtype=bias_dtype,
-                )
-                for m, dim, backward, major, shared_bytes, bias_dtype in calls
-            ),
+            *(explain_attention(2, 4, *sizes, dtype=HALF, **options) for *sizes, options in calls),
             *(explain_topk(rows, 50257, 10, HALF) for rows in (1, 50, 8192)),
         ]
 
@@ -871,101 +837,7 @@ def test_rates_that_are_given() -> None:
     assert given.bandwidth_source == given.flops_source == "as given"
 
 
-# The command line
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def invoke(*arguments: str) -> Result:
-        return CliRunner().invoke(__main__.app, ["explain", *arguments])
-
-    monkeypatch.setattr(__main__, "current_gpu", lambda: H200)
-    return invoke
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_command_of_attention(run: Any, relative: bool) -> None:
-    options = ["--causal", "--key-heads=2", "--keys=4096", "--bias-gradient", "--tflops=500"]
-    options += ["--relative"] if relative else []
-    result = run("2x4x1024x64", "--function=attention", *options)
-    assert result.exit_code == 0, result.output
-    found = explain_attention(
-        2,
-        4,
-        1024,
-        64,
-        keys=4096,
-        key_heads=2,
-        causal=True,
-        bias=not relative,
-        relative=relative,
-        bias_gradient=True,
-        backward=True,
-    )
-    text = words(result.output)
-    assert text.startswith("kernel backward, Hopper ")
-    assert f"tiles {found.tile_queries} x {found.tile_keys}, queries x keys" in text
-    assert f"blocks {found.blocks:,}, of {found.threads} threads" in text
-    assert f"reads {found.bytes_read:,} bytes at least" in text
-    assert f"writes {found.bytes_written:,} bytes at least" in text
-    time = found.microseconds(H200.bytes_per_second, 5e14)
-    assert f"expected time {time:.1f} µs on NVIDIA H200" in text
-    assert f"{HOPPER_BACKWARD_SHARE:.0%} of 500 TFLOP/s, as given" in text
-
-
-def test_command_tells_the_order_of_gradients(run: Any) -> None:
-    result = run("4x16x4096x64", "--function=attention", "--deterministic")
-    assert result.exit_code == 0, result.output
-    assert TURNS in words(result.output)
-
-
-@pytest.mark.parametrize("function", ["softmax", "softmax_topk"])
-def test_command_for_another_gpu(run: Any, function: str) -> None:
-    result = run("8192x50257", f"--function={function}", "--gpu=L4")
-    assert result.exit_code == 0, result.output
-    text = words(result.output)
-    found = (
-        explain(8192, 50257, HALF, gpu="L4")
-        if function == "softmax"
-        else explain_topk(8192, 50257, 10, HALF, gpu="L4")
-    )
-    assert f"expected time {found.microseconds():.1f} µs on NVIDIA L4" in text
-    assert "bandwidth 0.26 TB/s, 88% of its nominal 0.3 TB/s" in text
-    assert "measured no: the kernels were not timed on such a GPU" in text
-
-
-def test_command_of_topk(run: Any) -> None:
-    result = run("8192x50257", "--function=softmax_topk", "--k=20", "--bandwidth=1")
-    assert result.exit_code == 0, result.output
-    found = explain_topk(8192, 50257, 20, HALF)
-    text = words(result.output)
-    assert text.startswith(f"regime {found.regime}, forward ")
-    assert "rows 8,192 of 50,257 float16 k 20" in text
-    assert f"blocks {found.blocks:,}, of {found.threads} threads" in text
-    assert f"expected time {found.microseconds(1e12):.1f} µs on NVIDIA H200" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["8x64", "--function=attention"], "shape: expected BATCHxHEADSxQUERIESxHEAD_DIM"),
-        (["2x4x8x136", "--function=attention", "--dtype=fp32"], "head_dim: expected at most 128"),
-        (["8x64", "--function=softmax_topk", "--k=65"], "k: expected at most 64, got 65"),
-        (["8x64", "--gpu=MI300"], "gpu: expected one of T4, "),
-        (["2x4x8x64", "--function=attention", "--gpu=T4"], "attention runs in plain torch there"),
-    ],
-)
-def test_command_refuses(run: Any, arguments: list[str], message: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 1
-    assert message in result.output
-
-
-def test_attention_with_a_mask_has_persistent_blocks():
+def test_attention_with_a_mask_has_persistent_blocks() -> None:
     """Its tiles take unlike times, so that blocks fetch them by a counter, 4 bytes."""
     unmasked = explain_attention(4, 16, 4096, 128)
     masked = explain_attention(4, 16, 4096, 128, masked=True)
