@@ -213,13 +213,15 @@ def tensors(
     dtype: torch.dtype = torch.float32,
     *,
     batch: int = 2,
-    heads: tuple[int, int] = (4, 2),
-    lengths: tuple[int, int] = (5, 13),
-    dims: tuple[int, int] = (8, 8),
+    heads: int | tuple[int, int] = (4, 2),
+    lengths: int | tuple[int, int] = (5, 13),
+    dims: int | tuple[int, int] = 8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (queries, keys), (all_heads, key_heads) = lengths, heads
+    """Query, key and value. One number stands for two, such as `dims` for those of all three."""
+    sizes = (each if isinstance(each, tuple) else (each, each) for each in (heads, lengths, dims))
+    (all_heads, key_heads), (queries, keys), (dim, value_dim) = sizes
     return (
-        normal(batch, all_heads, queries, dims[0], device=device, dtype=dtype, seed=1),
-        normal(batch, key_heads, keys, dims[0], device=device, dtype=dtype, seed=2),
-        normal(batch, key_heads, keys, dims[1], device=device, dtype=dtype, seed=3),
+        normal(batch, all_heads, queries, dim, device=device, dtype=dtype, seed=1),
+        normal(batch, key_heads, keys, dim, device=device, dtype=dtype, seed=2),
+        normal(batch, key_heads, keys, value_dim, device=device, dtype=dtype, seed=3),
     )

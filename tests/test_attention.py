@@ -29,13 +29,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import megasoftmax
-from megasoftmax import RelativeBias, ShiftedBias, reference
+from megasoftmax import RelativeBias, ShiftedBias, attention, reference
 from megasoftmax.explain import explain_attention
 
 INF, NAN = torch.inf, torch.nan
 
 gpu = pytest.mark.gpu
 attention_forward = torch.ops.megasoftmax.attention_forward.default
+MASKINGS = ("none", "causal", "keys", "pairs", "window", "ranges", "dropout")
+of_maskings = pytest.mark.parametrize("masking", MASKINGS)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> dict[str, Tensor]:
@@ -55,6 +57,19 @@ def closeness(dtype: torch.dtype) -> dict[str, float]:
     """Kernels may add up gradients in another order each time."""
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     return {"rtol": tolerance, "atol": tolerance}
+
+
+def assert_same_gradients(
+    output: Tensor, leaves: Any, runs: int, what: str = ""
+) -> tuple[Tensor, ...]:
+    """Of random gradients of the output, with the same bits in each of the backward passes."""
+    gradient = normal(*output.shape, device=output.device.type, dtype=output.dtype, seed=5)
+    found, *others = (
+        torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(runs)
+    )
+    for each in others:
+        assert all(map(bits_equal, found, each)), what
+    return found
 
 
 # Pairs of features: each kind of one meets each kind of every other
@@ -126,18 +141,13 @@ BIASES: dict[str, Callable[..., Tensor] | None] = {
     "float32 wider rows": _lying("wider rows", float32=True),
     "float32 heads last": _lying("heads last", float32=True),
     "float32 expanded batch": _lying("expanded batch", float32=True),
-    "keys, -inf": lambda shape, device, dtype: _with_infinities(
-        (*shape[:2], 1, shape[3]), device, dtype
-    ),
-    "keys, lowest": lambda shape, device, dtype: _lowest((1, shape[1], 1, shape[3]), device, dtype),
-    "rows, -inf": lambda shape, device, dtype: _with_infinities((*shape[:3], 1), device, dtype),
+    "keys, -inf": lambda shape, *of: _with_infinities((*shape[:2], 1, shape[3]), *of),
+    "keys, lowest": lambda shape, *of: _lowest((1, shape[1], 1, shape[3]), *of),
+    "rows, -inf": lambda shape, *of: _with_infinities((*shape[:3], 1), *of),
     "shifted": _of_shape(lambda b, h, m, n: (b, h, m, m + n - 1)),
     "shifted, wider": _of_shape(lambda b, h, m, n: (1, h, m, m + n + 6)),
-    "shifted, heads first": lambda shape, device, dtype: (
-        _transposed((*shape[:2], shape[2], sum(shape[2:]) - 1), device, dtype)
-        .transpose(-1, -2)
-        .contiguous()
-        .transpose(-1, -2)
+    "shifted, heads first": lambda shape, *of: _laid_out(
+        _transposed((*shape[:3], sum(shape[2:]) - 1), *of), "last dimension apart"
     ),
     "shifted, one of all queries": lambda shape, device, dtype: normal(
         1, shape[1], 1, sum(shape[2:]) - 1, device=device, dtype=dtype, seed=4
@@ -189,18 +199,8 @@ ON_CPU: dict[str, tuple[Any, ...]] = {
 
 ON_GPU: dict[str, tuple[Any, ...]] = {
     "lengths": (
-        (1, 1),
-        (2, 2),
-        (63, 64),
-        (64, 63),
-        (65, 65),
-        (127, 129),
-        (128, 128),
-        (129, 127),
-        (200, 257),
-        (257, 200),
-        (1, 1000),
-        (1000, 1000),
+        *((1, 1), (2, 2), (63, 64), (64, 63), (65, 65), (127, 129), (128, 128), (129, 127)),
+        *((200, 257), (257, 200), (1, 1000), (1000, 1000)),
     ),
     "dims": ((64, 64), (128, 128), (40, 40), (96, 64), (192, 128), (256, 256), (20, 36), (5, 3)),
     "dtype": tuple(DTYPES),
@@ -263,17 +263,9 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
 
 def _check_combination(device: str, combination: dict[str, Any]) -> None:
     dtype, (queries, keys) = combination["dtype"], combination["lengths"]
-    q, k, v = (
-        _laid_out(each, combination["layout"])
-        for each in tensors(
-            device,
-            dtype,
-            batch=combination["batch"],
-            heads=combination["heads"],
-            lengths=combination["lengths"],
-            dims=combination["dims"],
-        )
-    )
+    sizes = {name: combination[name] for name in ("batch", "heads", "lengths", "dims")}
+    given = tensors(device, dtype, **sizes)
+    q, k, v = (_laid_out(each, combination["layout"]) for each in given)
     heads = q.shape[1]
     shape = (combination["batch"], heads, queries, keys)
     arguments: dict[str, Any] = {name: combination[name] for name in ("causal", "window", "scale")}
@@ -330,14 +322,11 @@ def test_pairs_are_complete() -> None:
     "dims",
     [
         *((d, d) for d in (16, 24, 40, 64, 80, 96, 128, 160, 192, 256)),
-        (192, 128),
-        (64, 256),
-        (128, 72),
-        (72, 16),
+        *((192, 128), (64, 256), (128, 72), (72, 16)),
     ],
 )
 def test_sizes(dims: tuple[int, int], length: int, dtype: torch.dtype) -> None:
-    q, k, v = tensors("cuda", dtype, lengths=(length, length), dims=dims)
+    q, k, v = tensors("cuda", dtype, lengths=length, dims=dims)
     check(q, k, v, causal=True)
     bias = normal(1, 4, length, length, device="cuda", dtype=dtype, seed=4).requires_grad_()
     check(q, k, v, bias=bias, what="with bias")
@@ -372,21 +361,27 @@ def test_masks_over_any_number_of_tiles(
         check(q, k, v, mask=mask | tiles, causal=causal, what=f"coins in tiles {unseen}")
 
 
+# A launch makes a block mask of the mask in large calls: it would take longer than a small call.
+MASKS_OF_KEYS = [
+    *itertools.product(
+        [(192, 384), (300, 170), (130, 900), (77, 128), (65, 512), (65, 513)],
+        [(32, 32), (40, 24), (64, 64), (96, 96), (128, 128), (256, 256)],
+        [torch.bfloat16, torch.float16],
+        ["none", "shared", "own", "relative"],
+    ),
+    *itertools.product([(1300, 1400)], [(64, 64), (128, 128)], [torch.bfloat16], ["none", "own"]),
+]
+
+
 @gpu_with_all_kernels
-@pytest.mark.parametrize("bias", ["none", "shared", "own", "relative"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", [(32, 32), (40, 24), (64, 64), (96, 96), (128, 128), (256, 256)])
-@pytest.mark.parametrize(
-    "lengths", [(192, 384), (300, 170), (130, 900), (77, 128), (65, 512), (65, 513)]
-)
+@pytest.mark.parametrize(("lengths", "dims", "dtype", "bias"), MASKS_OF_KEYS)
 def test_masks_of_keys(
     lengths: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, bias: str
 ) -> None:
     """They have kernels of their own on Hopper. In large calls of more than 512 keys, these leave
     out tiles before and behind all visible keys."""
     queries, keys = lengths
-    shape = {"batch": 3, "heads": (4, 2), "lengths": lengths, "dims": dims}
-    q, k, v = tensors("cuda", dtype, **shape)
+    q, k, v = tensors("cuda", dtype, batch=3, heads=(4, 2), lengths=lengths, dims=dims)
     given: dict[str, Any] = {}
     if bias == "relative":
         table = normal(1, 4, queries + keys - 1, device="cuda", dtype=dtype, seed=4)
@@ -410,14 +405,6 @@ def test_masks_of_keys(
 
 
 @gpu_with_all_kernels
-@pytest.mark.parametrize("bias", ["none", "own"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_masks_of_keys_in_large_calls(dim: int, bias: str) -> None:
-    """A launch makes a block mask of the mask: it would take longer than a small call."""
-    test_masks_of_keys((1300, 1400), (dim, dim), torch.bfloat16, bias)
-
-
-@gpu_with_all_kernels
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dim", [32, 48, 64, 96, 128])
 @pytest.mark.parametrize("logit", [-100.0, -60.0, -3.0, 0.0, 60.0])
@@ -426,16 +413,14 @@ def test_masks_of_keys_beside_any_logits(
     keys: int, logit: float, dim: int, dtype: torch.dtype
 ) -> None:
     """A row of one key has a sum far below 1, or above. Excluded keys may be infinite."""
-    q, k, v = tensors("cuda", dtype, batch=1, lengths=(200, keys), dims=(dim, dim))
+    q, k, v = tensors("cuda", dtype, batch=1, lengths=(200, keys), dims=dim)
     with torch.no_grad():
         q[..., :1], k[..., :1] = 8, logit * dim**0.5 / 8
     mask = coin(1, 1, 1, keys, device="cuda", odds=0.9)
     check(q, k, v, mask=mask, what="some")
     with torch.no_grad():
-        infinite = k.masked_fill(mask.mT, torch.inf)
-        found, expected = (
-            megasoftmax.attention(q, each, v, mask=mask, fused=True) for each in (infinite, k)
-        )
+        infinite = k.masked_fill(mask.mT, INF)
+        found, expected = (attention(q, each, v, mask=mask, fused=True) for each in (infinite, k))
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     with torch.no_grad():  # one key is left, with sums on both sides of 1
         k[:, :, 7, :1] = 0
@@ -452,14 +437,14 @@ def test_masked_keys_add_nothing(
 ) -> None:
     """Not to queries that are no number and see no key, nor where D is large."""
     batch = 3000 // dim if takes_turns else 2  # a sum for each tile of keys would take 18 MB
-    q, k, v = tensors("cuda", dtype, batch=batch, lengths=(200, 200), dims=(dim, dim))
+    q, k, v = tensors("cuda", dtype, batch=batch, lengths=200, dims=dim)
     leaves = [each.requires_grad_() for each in (q, k, v)]
     columns = torch.arange(200, device="cuda")
     with torch.no_grad():
         q[:, :, :5], v[:], k[:, :, 150] = torch.nan, 30, 0
     for visible in (columns >= 5, columns == 150, columns < 0):
         with deterministic(in_order):
-            output = megasoftmax.attention(*leaves, mask=~visible, causal=True, fused=True)
+            output = attention(*leaves, mask=~visible, causal=True, fused=True)
             gradients = torch.autograd.grad(output, leaves, torch.full_like(output, 40))
         assert gradients[0].isfinite().all()
         assert not gradients[0][:, :, :5].any()
@@ -495,7 +480,7 @@ def test_turns_of_heads_that_share_keys(
 ) -> None:
     """So many blocks that those with the first keys begin first, but beside a mask of pairs."""
     shape: dict[str, Any] = {"batch": 64 // heads[1], "heads": heads, "lengths": lengths}
-    q, k, v = tensors("cuda", torch.bfloat16, **shape, dims=(dim, dim))
+    q, k, v = tensors("cuda", torch.bfloat16, **shape, dims=dim)
     batch, keys = len(q), lengths[1]
     cases: dict[str, dict[str, Any]] = {
         "causal": {"causal": True},
@@ -508,12 +493,8 @@ def test_turns_of_heads_that_share_keys(
     for what, options in cases.items():
         with deterministic(True):
             check(q, k, v, **options, what=what)
-            output = megasoftmax.attention(*leaves, **options, fused=True)
-            gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
-            first, second = (
-                torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(2)
-            )
-        assert all(map(bits_equal, first, second)), what
+            output = attention(*leaves, **options, fused=True)
+            assert_same_gradients(output, leaves, 2, what)
 
 
 @gpu_with_all_kernels
@@ -522,24 +503,16 @@ def test_turns_of_heads_that_share_keys(
     [
         # Blocks sum gradients of their own keys and values in order.
         *(
-            ({"heads": (8, 4), "lengths": (1500, 900), "dims": (dim, dim)}, None, causal, "kv")
+            ({"heads": (8, 4), "lengths": (1500, 900), "dims": dim}, None, causal, "kv")
             for dim in (192, 256)
             for causal in (False, True)
         ),
         # One block has all keys of a row, and the gradient of the bias a launch of its own.
         *(
-            (
-                {"batch": 500, "heads": (3, 3), "lengths": lengths, "dims": (32, 32)},
-                (1, 3, *lengths),
-                False,
-                "qkvb",
-            )
-            for lengths in ((49, 49), (64, 64), (33, 60))
+            ({"batch": 500, "heads": 3, "lengths": (m, n), "dims": 32}, (1, 3, m, n), False, "qkvb")
+            for m, n in ((49, 49), (64, 64), (33, 60))
         ),
-        *(
-            ({"lengths": (1000, 900), "dims": (dim, dim)}, (4, 1899), True, "b")
-            for dim in (64, 128)
-        ),
+        *(({"lengths": (1000, 900), "dims": dim}, (4, 1899), True, "b") for dim in (64, 128)),
     ],
 )
 def test_gradients_have_the_same_bits_in_any_mode(
@@ -558,12 +531,8 @@ def test_gradients_have_the_same_bits_in_any_mode(
     given = RelativeBias(given) if len(bias or ()) == 2 else given
     tensors_given = [leaves[name] for name in "qkv"]
     output = attention_on("cuda", torch.bfloat16)(*tensors_given, bias=given, causal=causal)
-    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
-    of = [leaves[name] for name in names]
-    runs = [torch.autograd.grad(output, of, gradient, retain_graph=True) for _ in range(10)]
-    for found, *others in zip(*runs, strict=True):
+    for found in assert_same_gradients(output, [leaves[name] for name in names], 10):
         assert found.abs().max() > 0
-        assert all(bits_equal(found, each) for each in others)
 
 
 @gpu_with_all_kernels
@@ -571,10 +540,7 @@ def test_gradients_have_the_same_bits_in_any_mode(
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "dim"),
-    [
-        *((torch.bfloat16, dim) for dim in (100, 256)),
-        *((torch.float32, dim) for dim in (32, 60, 100)),
-    ],
+    [(torch.bfloat16, 100), (torch.bfloat16, 256), *((torch.float32, d) for d in (32, 60, 100))],
 )
 @pytest.mark.parametrize("lengths", [(200, 330), (129, 97), (32, 33)])
 def test_gradients_of_biases_by_each_tile(
@@ -582,11 +548,10 @@ def test_gradients_of_biases_by_each_tile(
 ) -> None:
     """Wide heads have tiles of their own where blocks are small. Masks leave tiles out."""
     queries, keys = lengths
-    q, k, v = tensors("cuda", dtype, lengths=lengths, dims=(dim, dim))
-    shape = {"of keys": (2, 4, 1, keys), "of queries": (2, 4, queries, 1), "shared": (1, 4)}.get(
-        kind, (2, 4)
-    )
-    shape = (4, queries + keys - 1) if kind == "table" else (*shape, queries, keys)[:4]
+    q, k, v = tensors("cuda", dtype, lengths=lengths, dims=dim)
+    shapes = {"of keys": (2, 4, 1, keys), "of queries": (2, 4, queries, 1)}
+    shapes |= {"shared": (1, 4, *lengths), "table": (4, queries + keys - 1)}
+    shape = shapes.get(kind, (2, 4, *lengths))
     of_bias = torch.float32 if kind == "float32" else torch.bfloat16
     entries = normal(*shape, device="cuda", dtype=of_bias, seed=4).requires_grad_()
     bias = RelativeBias(entries) if kind == "table" else entries
@@ -613,7 +578,7 @@ def test_biases_of_fewer_entries_than_pairs(
     """Also numbers too large for the parts of a product, infinite ones, and beside a mask."""
     queries, keys = lengths
     for dtype in HALVES:
-        q, k, v = tensors("cuda", dtype, heads=heads, lengths=lengths, dims=(dim, dim))
+        q, k, v = tensors("cuda", dtype, heads=heads, lengths=lengths, dims=dim)
         shape = {
             "of keys": (1, 4, 1, keys),  # for one query it is dense, and batches share it
             "of queries": (1, 4, queries, 1),
@@ -658,8 +623,7 @@ def test_gradients_of_shared_biases_in_order(
 ) -> None:
     """Blocks take what shares a tile in turn, cut into parts."""
     queries, keys = lengths
-    shape = {"batch": 6, "heads": (4, 2), "lengths": lengths, "dims": dims}
-    q, k, v = tensors("cuda", dtype, **shape)
+    q, k, v = tensors("cuda", dtype, batch=6, heads=(4, 2), lengths=lengths, dims=dims)
     given = SHARING[sharing](6, 4, queries, keys)
     bias = normal(*given, device="cuda", dtype=dtype, seed=4).requires_grad_()
     of_keys = coin(6, 1, 1, keys, device="cuda", odds=0.3, seed=6)
@@ -713,7 +677,7 @@ def test_small_heads_that_share_a_bias(
     """A block keeps the bias of a head, and takes several heads that share it."""
     queries, keys = lengths
     batch, heads = 60, 20  # without a bias, 1024 heads are the fewest
-    q, k, v = tensors("cuda", dtype, batch=batch, heads=(heads, heads), lengths=lengths, dims=dims)
+    q, k, v = tensors("cuda", dtype, batch=batch, heads=heads, lengths=lengths, dims=dims)
     shapes = {"batches": (1, heads), "all": (1, 1), "heads": (batch, 1), "groups": (6, heads)}
     shape = (*shapes[sharing], queries, keys)
     bias = normal(*shape, device="cuda", dtype=dtype, seed=4).requires_grad_()
@@ -750,8 +714,7 @@ def test_gradients_of_whole_heads(
     """A block takes several heads, each in one or more units of keys, if there are many heads."""
     queries, keys = lengths
     batch, heads = 66, 4
-    shape = {"batch": batch, "heads": (heads, heads), "lengths": lengths, "dims": dims}
-    q, k, v = tensors("cuda", dtype, **shape)
+    q, k, v = tensors("cuda", dtype, batch=batch, heads=heads, lengths=lengths, dims=dims)
     bias = normal(1, heads, *lengths, device="cuda", dtype=dtype, seed=4).requires_grad_()
     of_keys = coin(batch, 1, 1, keys, device="cuda", odds=0.3, seed=6)
     of_keys[1] = True  # a batch sees nothing
@@ -779,7 +742,7 @@ def test_gradients_of_whole_heads(
     leaves[1].data[of_keys[:, :, 0, :].expand(-1, heads, -1)] = torch.nan  # excluded keys
 
     def gradients() -> tuple[Tensor, ...]:
-        output = megasoftmax.attention(*leaves[:3], bias=leaves[3], mask=of_keys, fused=True)
+        output = attention(*leaves[:3], bias=leaves[3], mask=of_keys, fused=True)
         return torch.autograd.grad(output, leaves, torch.ones_like(output))
 
     first = gradients()
@@ -817,8 +780,7 @@ def test_rows_that_share_a_bias(
     """Registers keep the bias of a block. Where logits are far from it, rows are computed anew."""
     queries, keys = lengths
     batch, heads = 128, 4
-    shape = {"batch": batch, "heads": (heads, heads), "lengths": lengths, "dims": dims}
-    q, k, v = tensors("cuda", dtype, **shape)
+    q, k, v = tensors("cuda", dtype, batch=batch, heads=heads, lengths=lengths, dims=dims)
     bias = normal(1, heads, *lengths, device="cuda", dtype=dtype, seed=4)
     of_keys = coin(batch, 1, 1, keys, device="cuda", odds=0.3, seed=6)
     of_keys[1] = True  # a batch sees nothing
@@ -853,7 +815,7 @@ def test_rows_that_share_a_bias(
     check(rising, k, v, bias=bias.detach(), what="logits that rise from row to row")
     k[of_keys[:, :, 0, :].expand(-1, heads, -1)] = torch.nan  # excluded keys
     call = {"bias": bias.detach(), "mask": of_keys, "return_lse": True, "fused": True}
-    first, again = (megasoftmax.attention(q, k, v, **call) for _ in range(2))
+    first, again = (attention(q, k, v, **call) for _ in range(2))
     assert first[0].isfinite().all()
     assert all(bits_equal(one, other) for one, other in zip(first, again, strict=True))
 
@@ -862,8 +824,7 @@ def test_rows_that_share_a_bias(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_of_some_heads_are_cut_into_one_more_part(dtype: torch.dtype) -> None:
     batch, heads, queries, keys = 48, 16, 300, 250
-    shape = {"batch": batch, "heads": (heads, heads), "lengths": (queries, keys), "dims": (24, 24)}
-    q, k, v = tensors("cuda", dtype, **shape)
+    q, k, v = tensors("cuda", dtype, batch=batch, heads=heads, lengths=(queries, keys), dims=24)
     bias = normal(1, heads, queries, keys, device="cuda", dtype=dtype, seed=4)
     if torch.cuda.get_device_properties("cuda").multi_processor_count == 132:  # H100 and H200
         found = explain_attention(batch, heads, queries, 24, keys=keys, bias=True)
@@ -878,7 +839,7 @@ def test_rows_of_some_heads_are_cut_into_one_more_part(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool) -> None:
     """Nor what a head that sees nothing has: values that overflow, a gradient of the lse."""
-    shape = {"batch": 60, "heads": (20, 20), "lengths": (tokens, tokens), "dims": (32, 32)}
+    shape = {"batch": 60, "heads": 20, "lengths": tokens, "dims": 32}
     q, k, v = tensors("cuda", torch.bfloat16, **shape)
     v[1] = 3e38
     leaves = [q, k, v]
@@ -889,7 +850,7 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
     bias = leaves[3] if has_bias else None
     mask = coin(60, 1, 1, tokens, device="cuda", odds=0.3, seed=6)
     mask[..., :1], mask[1] = False, True
-    output, lse = megasoftmax.attention(q, k, v, bias=bias, mask=mask, return_lse=True, fused=True)
+    output, lse = attention(q, k, v, bias=bias, mask=mask, return_lse=True, fused=True)
     gradients = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
     of_lse = torch.zeros_like(lse)
     expected = torch.autograd.grad((output, lse), leaves, (gradients, of_lse), retain_graph=True)
@@ -900,9 +861,7 @@ def test_small_heads_do_not_share_what_is_no_number(tokens: int, has_bias: bool)
 
 
 @gpu
-@pytest.mark.parametrize(
-    "masking", ["none", "causal", "keys", "pairs", "window", "ranges", "dropout"]
-)
+@of_maskings
 @pytest.mark.parametrize("bias_of", ["nothing", "keys", "pairs", "pairs of each batch", "table"])
 @pytest.mark.parametrize(
     ("batch", "lengths", "dim"),
@@ -931,13 +890,12 @@ def test_all_gradients_have_the_same_bits_in_deterministic_mode(
 ) -> None:
     """Another order of additions would make other bits."""
     queries, keys = lengths
-    shape = {"batch": batch, "heads": (4, 2), "lengths": lengths, "dims": (dim, dim)}
+    shape = {"batch": batch, "heads": (4, 2), "lengths": lengths, "dims": dim}
     q, k, v = tensors("cuda", torch.bfloat16, **shape)
     sizes = {"keys": (1, 4, 1, keys), "pairs of each batch": (batch, 4, *lengths)}
     sizes["table"] = (4, queries + keys - 1)
-    entries = normal(
-        *sizes.get(bias_of, (1, 4, *lengths)), device="cuda", dtype=torch.bfloat16, seed=4
-    )
+    size = sizes.get(bias_of, (1, 4, *lengths))
+    entries = normal(*size, device="cuda", dtype=torch.bfloat16, seed=4)
     leaves = [each.requires_grad_() for each in (q, k, v, entries)]
     bias: Any = RelativeBias(entries) if bias_of == "table" else entries
     if bias_of == "nothing":
@@ -955,12 +913,11 @@ def test_all_gradients_have_the_same_bits_in_deterministic_mode(
     }[masking]
     with deterministic(True, warn_only=True):
         torch.manual_seed(3)
-        output = megasoftmax.attention(q, k, v, bias=bias, fused=True, **options)
-        gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
-        runs = [torch.autograd.grad(output, leaves, gradient, retain_graph=True) for _ in range(6)]
+        output = attention(q, k, v, bias=bias, fused=True, **options)
+        in_order = assert_same_gradients(output, leaves, 6)
+    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
     in_any_order = torch.autograd.grad(output, leaves, gradient, retain_graph=True)
-    for found, *others, other in zip(*runs, in_any_order, strict=True):
-        assert all(bits_equal(found, each) for each in others)
+    for found, other in zip(in_order, in_any_order, strict=True):
         scale = found.float().abs().max().item()
         torch.testing.assert_close(found, other, rtol=0.02, atol=0.02 * scale)
 
@@ -973,7 +930,7 @@ def test_decoding_in_small_blocks(keys: int, queries: int, dim: int) -> None:
     """Blocks have half as many warps there."""
     with attention_kernels("small"):
         lengths = (queries, keys)
-        q, k, v = tensors("cuda", torch.bfloat16, heads=(8, 2), lengths=lengths, dims=(dim, dim))
+        q, k, v = tensors("cuda", torch.bfloat16, heads=(8, 2), lengths=lengths, dims=dim)
         check(q, k, v, causal=True)
         bias = normal(1, 8, queries, keys, device="cuda", dtype=torch.bfloat16, seed=4)
         check(q, k, v, bias=bias.requires_grad_(), what="bias")
@@ -1006,8 +963,7 @@ def test_blocks_share_the_keys_of_queries(
     if dtype == torch.float32 and dim > 128:
         pytest.skip("not fused")
     assert explain_attention(1, 4, queries, dim, keys=keys, dtype=dtype).splits > 1
-    shape = {"batch": 1, "heads": (4, 2), "lengths": lengths, "dims": (dim, dim)}
-    q, k, v = tensors("cuda", dtype, **shape)
+    q, k, v = tensors("cuda", dtype, batch=1, heads=(4, 2), lengths=lengths, dims=dim)
     check(q, k, v)
     check(q, k, v, causal=True, sink=0.5)
     check(q, k, v, window=(1100, 3), what="window")
@@ -1034,8 +990,7 @@ def test_blocks_share_the_keys_of_queries(
 )
 def test_decoding_adds_up_parts(lengths: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
     """In clusters, or blocks that wait for each other; some see nothing, or lack rows."""
-    shape = {"batch": 2, "heads": (6, 2), "lengths": lengths, "dims": (dim, dim)}
-    q, k, v = tensors("cuda", dtype, **shape)
+    q, k, v = tensors("cuda", dtype, batch=2, heads=(6, 2), lengths=lengths, dims=dim)
     check(q, k, v)
     check(q, k, v, causal=True, sink=0.5)
     check(q, k, v, window=(300, 2), what="window")
@@ -1046,7 +1001,7 @@ def test_decoding_adds_up_parts(lengths: tuple[int, int], dim: int, dtype: torch
     bias = normal(1, 6, *lengths, device="cuda", dtype=dtype, seed=4)
     check(q, k, v, bias=bias.requires_grad_(), mask=mask, what="bias")
     with torch.no_grad():
-        found = [megasoftmax.attention(q, k, v, fused=True) for _ in range(2)]
+        found = [attention(q, k, v, fused=True) for _ in range(2)]
     assert bits_equal(*found)
 
 
@@ -1057,9 +1012,8 @@ def test_decoding_adds_up_parts(lengths: tuple[int, int], dim: int, dtype: torch
 def test_heads_that_share_keys(heads: tuple[int, int], queries: int, dim: int) -> None:
     """On Hopper they share a block, a warpgroup each, up to 64 queries; some have none."""
     for batch, keys in ((40, 90), (2, 700), (1, 5000)):
-        lengths = (queries, keys)
-        shape = {"batch": batch, "heads": heads, "lengths": lengths, "dims": (dim, dim)}
-        q, k, v = tensors("cuda", torch.bfloat16, **shape)
+        sizes: dict[str, Any] = {"batch": batch, "heads": heads, "lengths": (queries, keys)}
+        q, k, v = tensors("cuda", torch.bfloat16, **sizes, dims=dim)
         check(q, k, v, what=f"{keys} keys")
         sink = normal(heads[0], device="cuda", seed=4).requires_grad_()
         check(q, k, v, window=(60, 0), sink=sink, what=f"{keys} keys, window")
@@ -1078,8 +1032,7 @@ def test_wide_heads_of_inference(
     if major not in (9, 10):
         pytest.skip("its blocks need the shared memory of 9.0 and 10.x")
     queries, keys = lengths
-    shape = {"batch": 2, "heads": heads, "lengths": lengths, "dims": dims}
-    query, key, value = tensors("cuda", dtype, **shape)
+    query, key, value = tensors("cuda", dtype, batch=2, heads=heads, lengths=lengths, dims=dims)
     mask = coin(2, heads[0], queries, keys, device="cuda")
     mask[:, 1, 0] = True  # a query sees nothing
     blocks = coin(1, 1, -(-queries // 64), -(-keys // 64), device="cuda")
@@ -1100,10 +1053,8 @@ def test_wide_heads_of_inference(
         ),
     ):
         with torch.no_grad():
-            found, lse = megasoftmax.attention(
-                query, key, value, **options, return_lse=True, fused=True
-            )
-            wanted, wanted_lse = megasoftmax.attention(
+            found, lse = attention(query, key, value, **options, return_lse=True, fused=True)
+            wanted, wanted_lse = attention(
                 *(tensor.float() for tensor in (query, key, value)),
                 **(options | ({"bias": bias.float()} if "bias" in options else {})),
                 return_lse=True,
@@ -1116,8 +1067,7 @@ def test_wide_heads_of_inference(
 @gpu_with_all_kernels
 def test_splits_drop_what_whole_rows_drop() -> None:
     """Of keys that are split, those that a call of many batches keeps whole."""
-    shape = {"batch": 1, "heads": (2, 2), "lengths": (40, 3000), "dims": (64, 64)}
-    q, k, v = tensors("cuda", torch.bfloat16, **shape)
+    q, k, v = tensors("cuda", torch.bfloat16, batch=1, heads=2, lengths=(40, 3000), dims=64)
     seed = torch.tensor([3], device="cuda")
     function = functools.partial(megasoftmax.attention, scale=0.5, dropout=0.4, seed=seed)
     split = function(q, k, v, fused=True)
@@ -1129,11 +1079,10 @@ def test_splits_drop_what_whole_rows_drop() -> None:
 @pytest.mark.parametrize("queries", [1, 40])
 def test_splits_keep_what_is_no_number(queries: int, planted: float) -> None:
     """In a row that sees it, wherever its split is; and in no other row."""
-    shape = {"batch": 1, "heads": (2, 2), "lengths": (queries, 6000), "dims": (64, 64)}
-    q, k, v = tensors("cuda", torch.float16, **shape)
+    q, k, v = tensors("cuda", torch.float16, batch=1, heads=2, lengths=(queries, 6000), dims=64)
     bias = torch.zeros(1, 2, queries, 6000, device="cuda", dtype=torch.float16)
     bias[:, 1, -1, 4321] = planted
-    output, lse = megasoftmax.attention(q, k, v, bias=bias, return_lse=True, fused=True)
+    output, lse = attention(q, k, v, bias=bias, return_lse=True, fused=True)
     assert output[0, 1, -1].isnan().all()
     assert lse[0, 1, -1].isnan()
     output[0, 1, -1] = lse[0, 1, -1] = 0
@@ -1200,9 +1149,7 @@ def test_tables_of_grouped_heads(dim: int) -> None:
 
     A mask leaves some tiles of queries out, and all of the second block of keys.
     """
-    q, k, v = tensors(
-        "cuda", torch.bfloat16, heads=(6, 2), lengths=(300, 260), dims=(dim, dim), batch=4
-    )
+    q, k, v = tensors("cuda", torch.bfloat16, heads=(6, 2), lengths=(300, 260), dims=dim, batch=4)
     tiles = coin(4, 1, 5, 5, device="cuda").repeat_interleave(64, 2).repeat_interleave(64, 3)
     tiles = tiles[..., :300, :260]
     tiles[..., 128:256] = True
@@ -1244,7 +1191,7 @@ def test_dense_biases_of_batches_and_heads(
     dtype: torch.dtype,
 ) -> None:
     """16-bit biases that batches, or heads, or none share, with rows that tensor copies take."""
-    q, k, v = tensors("cuda", dtype, heads=heads, lengths=lengths, dims=(dim, dim), batch=batch)
+    q, k, v = tensors("cuda", dtype, heads=heads, lengths=lengths, dims=dim, batch=batch)
     values = normal(*bias, *lengths, device="cuda", dtype=dtype, seed=4).requires_grad_()
     check(q, k, v, bias=values, **options, what=f"{bias}")
     mask = coin(batch, 1, *lengths, device="cuda")
@@ -1257,7 +1204,7 @@ def test_dense_biases_of_batches_and_heads(
 @pytest.mark.parametrize("lengths", [(500, 500), (200, 1100), (1300, 1300)])
 def test_windows_without_a_right_end(lengths: tuple[int, int], dim: int) -> None:
     """On Hopper warpgroups take turns at tiles of keys, also at those that they pass."""
-    q, k, v = tensors("cuda", torch.bfloat16, heads=(2, 2), lengths=lengths, dims=(dim, dim))
+    q, k, v = tensors("cuda", torch.bfloat16, heads=2, lengths=lengths, dims=dim)
     check(q, k, v, window=(100, -1))
 
 
@@ -1272,22 +1219,18 @@ def test_gradients_of_biases_that_batches_share_have_the_same_bits_each_time(
     major, _ = acted_capability() or torch.cuda.get_device_capability()
     if major != 9:
         pytest.skip("clusters sum on Hopper alone")
-    q, k, v = tensors(
-        "cuda", torch.bfloat16, heads=(8, 8), lengths=(1000, 904), dims=(dim, dim), batch=batch
-    )
+    q, k, v = tensors("cuda", torch.bfloat16, heads=8, lengths=(1000, 904), dims=dim, batch=batch)
     bias = normal(1, 8, 1000, 904, device="cuda", dtype=q.dtype, seed=4).requires_grad_()
     output = attention_on("cuda", q.dtype)(q, k, v, bias=bias, causal=causal)
-    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
-    runs = [torch.autograd.grad(output, bias, gradient, retain_graph=True)[0] for _ in range(10)]
-    assert runs[0].abs().max() > 0
-    for run in runs[1:]:
-        assert bits_equal(run, runs[0])
+    (found,) = assert_same_gradients(output, [bias], 10)
+    assert found.abs().max() > 0
     # It is the sum of the gradients of a bias that nothing shares, which are rounded alike.
     own = bias.detach().expand(batch, -1, -1, -1).contiguous().requires_grad_()
     output = attention_on("cuda", q.dtype)(q, k, v, bias=own, causal=causal)
+    gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
     expected = torch.autograd.grad(output, own, gradient)[0].float().sum(0, keepdim=True)
     tiny = 1e-6 * expected.abs().max().item()
-    torch.testing.assert_close(runs[0].float(), expected, rtol=2**-8, atol=tiny)
+    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=tiny)
 
 
 @gpu_with_all_kernels
@@ -1297,9 +1240,7 @@ def test_gradients_of_tables_are_infinite_at_distances_of_such_a_query_alone(
     dim: int, value: float
 ) -> None:
     """Hopper's kernels sum them by products with ones and zeros, and 0 * inf is no number."""
-    q, k, v = tensors(
-        "cuda", torch.bfloat16, heads=(1, 1), lengths=(300, 300), dims=(dim, dim), batch=1
-    )
+    q, k, v = tensors("cuda", torch.bfloat16, heads=1, lengths=300, dims=dim, batch=1)
     table = normal(1, 599, device="cuda", seed=4).requires_grad_()
     output = attention_on("cuda", q.dtype)(q, k, v, bias=RelativeBias(table), causal=True)
     gradient = normal(*output.shape, device="cuda", dtype=output.dtype, seed=5)
@@ -1314,11 +1255,8 @@ def test_gradients_of_tables_are_infinite_at_distances_of_such_a_query_alone(
 @pytest.mark.parametrize("dim", [32, 33, 128, 129, 256])
 def test_kernels_are_those_that_were_asked_for(dim: int, has_table: bool, kernels: str) -> None:
     """By their names: else tests of all kinds could test one of them twice."""
-    inputs = [
-        each.requires_grad_()
-        for each in tensors("cuda", torch.bfloat16, lengths=(70, 70), dims=(dim, dim))
-    ]
-    bias = None
+    given = tensors("cuda", torch.bfloat16, lengths=70, dims=dim)
+    inputs, bias = [each.requires_grad_() for each in given], None
     if has_table:
         inputs.append(normal(4, 139, device="cuda", seed=4).requires_grad_())
         bias = RelativeBias(inputs[-1])
@@ -1371,9 +1309,9 @@ def test_blocks_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return softmax(values, dim, **options)
 
     monkeypatch.setattr(torch, "softmax", noted)
-    q, k, v = tensors("cpu", batch=3, heads=(4, 2), lengths=(90, 90))
+    q, k, v = tensors("cpu", batch=3, heads=(4, 2), lengths=90)
     bias = RelativeBias(normal(4, 179, device="cpu"))
-    megasoftmax.attention(q, k, v, bias=bias, causal=True, fused=False)
+    attention(q, k, v, bias=bias, causal=True, fused=False)
     assert max(sizes) <= 1000
     assert sum(sizes) == 3 * 4 * 90 * 90
 
@@ -1429,7 +1367,7 @@ def test_in_place_or_not(
         given: dict[str, Any] = options | dict(zip(learned, leaves[3:], strict=True))
         if "bias" in learned and is_table:
             given["bias"] = RelativeBias(given["bias"])
-        output, lse = megasoftmax.attention(*leaves[:3], **given, return_lse=True, fused=False)
+        output, lse = attention(*leaves[:3], **given, return_lse=True, fused=False)
         incoming = [normal(*each.shape, device="cpu", seed=5) for each in (output, lse)]
         of_output = torch.autograd.grad(output, leaves, incoming[0], retain_graph=True)
         of_both = torch.autograd.grad((output, lse), leaves, incoming)
@@ -1485,7 +1423,7 @@ def test_no_small_heads(batch: int, heads: int, has_bias: bool, device: str) -> 
     bias = leaf if has_bias else None
     for each in inputs:
         each.requires_grad_()
-    output = megasoftmax.attention(*inputs, bias=bias, fused=True if device == "cuda" else None)
+    output = attention(*inputs, bias=bias, fused=True if device == "cuda" else None)
     assert output.shape == (batch, heads, 49, 32)
     output.sum().backward()
     assert leaf.grad is None or not leaf.grad.any()
@@ -1495,7 +1433,7 @@ def test_no_small_heads(batch: int, heads: int, has_bias: bool, device: str) -> 
     "shape",
     [
         *({"lengths": lengths} for lengths in ((0, 3), (3, 0), (0, 0), (1, 0), (0, 1))),
-        *({"batch": 0}, {"heads": (0, 0)}, {"heads": (0, 2)}, {"dims": (0, 8)}, {"dims": (8, 0)}),
+        *({"batch": 0}, {"heads": 0}, {"heads": (0, 2)}, {"dims": (0, 8)}, {"dims": (8, 0)}),
     ],
     ids=str,
 )
@@ -1527,9 +1465,8 @@ def test_sizes_of_zero(shape: dict[str, Any], device: str) -> None:
             assert [each.shape for each in found] == [each.shape for each in inputs]
             if shape == {"dims": (0, 8)}:  # all logits are 0
                 mean = v.float().mean(2, keepdim=True).repeat_interleave(2, 1)
-                torch.testing.assert_close(
-                    output.float(), mean.expand(output.shape), rtol=0.01, atol=0.01
-                )
+                mean = mean.expand(output.shape)
+                torch.testing.assert_close(output.float(), mean, rtol=0.01, atol=0.01)
                 torch.testing.assert_close(lse, torch.full_like(lse, 13).log())
             else:
                 assert not any(gradient.any() for gradient in found)
@@ -1557,11 +1494,8 @@ def test_sinks_of_minus_infinity_have_no_gradient(device: str) -> None:
         scores = normal(2, 4, 5, 7, device=device, dtype=dtype, seed=4)
         q[0, :, 2], scores[0, :, 2, 3] = NAN, NAN
         sink = torch.tensor([-INF, 0, 1, -INF], device=device).requires_grad_()
-        outputs = (
-            attention_on(device, dtype)(q, k, v, sink=sink),
-            megasoftmax.softmax(scores, sink=sink),
-        )
-        for output in outputs:
+        of_attention = attention_on(device, dtype)(q, k, v, sink=sink)
+        for output in (of_attention, megasoftmax.softmax(scores, sink=sink)):
             weights = torch.randn_like(output)
             (gradient,) = torch.autograd.grad((output * weights).sum(), sink)
             assert gradient[[0, 3]].eq(0).all()
@@ -1582,7 +1516,7 @@ def test_excluded_is_zero_whatever_stands_there(by: str, value: float, device: s
             attention = functools.partial(megasoftmax.attention, fused=False)
         lengths = (66, 66) if device == "cuda" else (6, 6)
         dim = 64 if device == "cuda" and by == "mask of keys" else 8  # with a kernel of its own
-        q, k, v = tensors(device, dtype, lengths=lengths, dims=(dim, dim))
+        q, k, v = tensors(device, dtype, lengths=lengths, dims=dim)
         m, n = lengths
         bias = normal(2, 4, m, n, device=device, dtype=dtype, seed=4)
         dirty_k, dirty_bias = k.clone(), bias.clone()
@@ -1625,7 +1559,7 @@ def test_excluded_is_zero_where_products_overflow(by: str, dim: int, device: str
         "mask of keys": {"mask": excluded[:, :, :1]},
         "visible": {"visible": (None, torch.full((1, 1, 1), 3, device=device))},
     }
-    q, k, v = tensors(device, torch.bfloat16, lengths=lengths, dims=(dim, dim))
+    q, k, v = tensors(device, torch.bfloat16, lengths=lengths, dims=dim)
     g = 9 * normal(2, 4, lengths[0], dim, device=device, dtype=q.dtype, seed=7)
     large = [each.detach().clone() for each in (k, v)]
     for each in large:
@@ -1647,7 +1581,7 @@ def test_later_values_do_not_reach_earlier_queries_where_products_overflow(
 ) -> None:
     """The products of the gradient of an earlier query's output with later values."""
     length, early = (256, 64) if device == "cuda" else (12, 4)
-    q, k, v = tensors(device, torch.bfloat16, lengths=(length, length), dims=(dim, dim))
+    q, k, v = tensors(device, torch.bfloat16, lengths=length, dims=dim)
     g = 9 * normal(2, 4, length, dim, device=device, dtype=q.dtype, seed=7)
     large = v.detach().clone()
     large[:, :, early:] = 1e38
@@ -1714,13 +1648,9 @@ def test_row_of_lowest_biases_is_uniform(device: str) -> None:
         if dtype != torch.float16:  # whose lowest is as near as logits may be
             mean = v[1].float().mean(1).repeat_interleave(2, 0)
             torch.testing.assert_close(output[1, :, 2].float(), mean, rtol=0.01, atol=0.01)
-        torch.testing.assert_close(
-            output[0, :, 3],
-            attention_on(device, dtype)(
-                q[:1, :, 3:4], k[:1, :, 9:].contiguous(), v[:1, :, 9:].contiguous()
-            )[0, :, 0],
-            **closeness(dtype),
-        )
+        seen = (each[:1, :, 9:].contiguous() for each in (k, v))
+        expected = attention_on(device, dtype)(q[:1, :, 3:4], *seen)[0, :, 0]
+        torch.testing.assert_close(output[0, :, 3], expected, **closeness(dtype))
 
 
 @pytest.mark.parametrize("head_dim", [24, 96, 128])
@@ -1785,7 +1715,7 @@ def test_large_biases(queries: int, kind: str, magnitude: float, device: str) ->
 def test_large_logits_of_some_rows(which: str, dim: int) -> None:
     """Of 16 rows a thread has two, 8 apart, and makes the weights of one after the other. The last
     row has no neighbour. From a factor of 1e4 on, one multiply-add does not make a weight."""
-    q, k, v = tensors("cuda", torch.bfloat16, lengths=(201, 384), dims=(dim, dim))
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=(201, 384), dims=dim)
     row = torch.arange(201, device="cuda")[:, None]
     is_large = row == 200 if which == "last one" else row // 8 % 2 == (which[0] == "s")
     bias = normal(1, 4, 201, 384, device="cuda", seed=4)
@@ -1810,7 +1740,7 @@ def test_logits_that_rise(rise: float, dim: int) -> None:
         "from -inf": noise.masked_fill(keys < 150, -INF) + rise * late,
     }
     for dtype in HALVES:
-        q, k, v = tensors("cuda", dtype, lengths=(200, 700), dims=(dim, dim))
+        q, k, v = tensors("cuda", dtype, lengths=(200, 700), dims=dim)
         for value in (INF, NAN):
             bias = noise.masked_fill(late & (keys == 698), value)
             check(q, k, v, bias=bias.to(dtype), causal=True, what=f"to {value}")
@@ -1830,17 +1760,14 @@ def test_slopes_over_long_distances(queries: int, dim: int) -> None:
     distances = torch.arange(1 - queries, 16, device="cuda").abs()
     bias = RelativeBias(-slopes[:, None] * distances)
     for dtype in HALVES:
-        q, k, v = tensors(
-            "cuda", dtype, batch=1, heads=(2, 2), lengths=(queries, 16), dims=(dim, dim)
-        )
+        q, k, v = tensors("cuda", dtype, batch=1, heads=2, lengths=(queries, 16), dims=dim)
         check(q, k, v, bias=bias)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_many_queries_of_few_keys(dtype: torch.dtype) -> None:
-    dims = (256, 256)
-    check(*tensors("cuda", dtype, batch=1, heads=(12, 12), lengths=(100_000, 16), dims=dims))
+    check(*tensors("cuda", dtype, batch=1, heads=12, lengths=(100_000, 16), dims=256))
 
 
 @gpu
@@ -1851,24 +1778,20 @@ def test_products_of_float32(
     lengths: tuple[int, int], dims: tuple[int, int], in_order: bool
 ) -> None:
     """In TF32 where torch allows it, with the error of torch's own; else as precise as float32."""
-    inputs = [
-        each.requires_grad_() for each in tensors("cuda", lengths=lengths, dims=dims, heads=(4, 2))
-    ]
+    inputs = [each.requires_grad_() for each in tensors("cuda", lengths=lengths, dims=dims)]
     bias = normal(1, 4, *lengths, device="cuda", seed=4).requires_grad_()
     g = normal(2, 4, lengths[0], dims[1], device="cuda", seed=5)
 
     def results(dtype: torch.dtype, fused: bool) -> list[Tensor]:
         leaves = [each.detach().to(dtype).requires_grad_() for each in (*inputs, bias)]
-        output = megasoftmax.attention(*leaves[:3], bias=leaves[3], causal=True, fused=fused)
+        output = attention(*leaves[:3], bias=leaves[3], causal=True, fused=fused)
         return [output, *torch.autograd.grad(output, leaves, g.to(dtype))]
 
     exact = results(torch.float64, False)
 
     def errors(fused: bool) -> list[float]:
-        found = results(torch.float32, fused)
-        return [
-            ((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)
-        ]
+        pairs = zip(results(torch.float32, fused), exact, strict=True)
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
 
     before = torch.get_float32_matmul_precision()
     try:
@@ -1889,17 +1812,15 @@ def test_products_of_float32(
 @gpu
 def test_backward_takes_the_products_of_forward() -> None:
     """Else large logits would have other weights in the backward pass."""
-    q, k, v = (
-        each.requires_grad_()
-        for each in tensors("cuda", lengths=(64, 200), dims=(64, 64), heads=(4, 4))
-    )
+    given = tensors("cuda", lengths=(64, 200), dims=64, heads=4)
+    q, k, v = (each.requires_grad_() for each in given)
     g = normal(2, 4, 64, 64, device="cuda", seed=5)
     before = torch.get_float32_matmul_precision()
     found = []
     try:
         for later in ("high", "highest"):
             torch.set_float32_matmul_precision("high")
-            output = megasoftmax.attention(q, k, v, scale=100.0, fused=True)
+            output = attention(q, k, v, scale=100.0, fused=True)
             torch.set_float32_matmul_precision(later)
             found.append(torch.autograd.grad(output, v, g)[0])
     finally:
@@ -1909,7 +1830,7 @@ def test_backward_takes_the_products_of_forward() -> None:
 
 def test_keys_that_are_one(device: str) -> None:
     """empty_like puts the columns of such a tensor elsewhere than last."""
-    for dtype, q, k, v in in_types(device, batch=1, heads=(1, 1), dims=(16, 16)):
+    for dtype, q, k, v in in_types(device, batch=1, heads=1, dims=16):
         one = normal(16, device=device, dtype=dtype)
         keys = one.as_strided(k.shape, (1, 1, 0, 1))
         check(q, keys, v)
@@ -1927,7 +1848,7 @@ def test_scales(scale: float, device: str) -> None:
 
 @pytest.mark.parametrize("lse_gradient", [False, True])
 def test_gradient_of_lse(lse_gradient: bool, device: str) -> None:
-    for dtype, q, k, v in in_types(device, lengths=(20, 70), dims=(16, 16)):
+    for dtype, q, k, v in in_types(device, lengths=(20, 70), dims=16):
         sink = normal(4, device=device, seed=6).requires_grad_()
         bias = normal(1, 4, 20, 70, device=device, dtype=dtype, seed=4).requires_grad_()
         check(q, k, v, sink=sink, bias=bias, lse_gradient=lse_gradient)
@@ -1983,7 +1904,7 @@ def test_output_lies_as_projections_take_it(device: str) -> None:
 def test_tensors_without_memory() -> None:
     """Shapes alone, as models are planned with."""
     q, k, v = (each.to("meta").requires_grad_() for each in tensors("cpu", dims=(8, 16)))
-    output, lse = megasoftmax.attention(q, k, v, causal=True, return_lse=True)
+    output, lse = attention(q, k, v, causal=True, return_lse=True)
     assert output.shape == (2, 4, 5, 16)
     assert output.transpose(1, 2).is_contiguous()
     assert lse.shape == (2, 4, 5)
@@ -2040,7 +1961,7 @@ def test_gradients_of_dense_biases(dim: int, is_float32: bool, in_order: bool, d
     with deterministic(in_order, warn_only=True):
         for keys, batch in itertools.product((136, 150, 131), (1, 2)):
             dtype = dtypes_on(device)[-1]
-            q, k, v = tensors(device, dtype, lengths=(70, keys), dims=(dim, dim))
+            q, k, v = tensors(device, dtype, lengths=(70, keys), dims=dim)
             bias = normal(batch, 4, 70, keys, device=device, dtype=dtype, seed=4)
             bias = bias.float() if is_float32 else bias
             check(q, k, v, bias=bias.requires_grad_())
@@ -2080,9 +2001,7 @@ def _biases_anywhere(
 
 
 @gpu
-@pytest.mark.parametrize(
-    "masking", ["none", "causal", "keys", "pairs", "window", "ranges", "dropout"]
-)
+@of_maskings
 @pytest.mark.parametrize(
     ("lengths", "dim"),
     [
@@ -2098,9 +2017,7 @@ def test_rows_of_a_bias_begin_anywhere(lengths: tuple[int, int], dim: int, maski
     """With the results of rows that begin at multiples of 16 bytes, but for signs of zeros."""
     batch, heads = 2, 3
     (queries, keys), shape = lengths, (batch, heads, *lengths)
-    inputs = tensors(
-        "cuda", torch.bfloat16, batch=batch, heads=(3, 3), lengths=lengths, dims=(dim, dim)
-    )
+    inputs = tensors("cuda", torch.bfloat16, batch=batch, heads=3, lengths=lengths, dims=dim)
     # Where a row sees one key alone, gradients of scores are the rounding of its output.
     first = torch.randint(-9, max(keys - 30, 1), shape[:3], device="cuda", dtype=torch.int32)
     seed = torch.tensor([7], device="cuda")
@@ -2119,9 +2036,7 @@ def test_rows_of_a_bias_begin_anywhere(lengths: tuple[int, int], dim: int, maski
         leaves = [each.detach().requires_grad_() for each in inputs]
         leaves += [bias.detach().requires_grad_()] if is_learned else []
         bias = leaves[3] if is_learned else bias
-        output, lse = megasoftmax.attention(
-            *leaves[:3], bias=bias, fused=True, return_lse=True, **options
-        )
+        output, lse = attention(*leaves[:3], bias=bias, fused=True, return_lse=True, **options)
         of_query, *others = torch.autograd.grad(output, leaves, gradient)
         return [output.detach(), lse.detach(), *others, of_query]
 
@@ -2147,7 +2062,7 @@ def test_same_bits_from_run_to_run(lengths: tuple[int, int], in_order: bool, dev
     if device == "cpu" and max(lengths) > 300:
         pytest.skip("the same code for all lengths")
     dtype = dtypes_on(device)[-1]
-    q, k, v = tensors(device, dtype, batch=4, lengths=lengths, dims=(64, 64))
+    q, k, v = tensors(device, dtype, batch=4, lengths=lengths, dims=64)
     m, n = lengths
     biases: tuple[Any, ...] = (
         None,
@@ -2165,9 +2080,8 @@ def test_same_bits_from_run_to_run(lengths: tuple[int, int], in_order: bool, dev
             # The second run leaves NaN in shared memory and in workspaces.
             for factor in (1, NAN, 1, 1):
                 given = [(factor * each).detach().requires_grad_() for each in inputs[:3]]
-                output, lse = attention_on(device, dtype)(
-                    *given, bias=bias, sink=sink, causal=True, return_lse=True
-                )
+                limits = {"bias": bias, "sink": sink, "causal": True}
+                output, lse = attention_on(device, dtype)(*given, **limits, return_lse=True)
                 found = [output.detach(), lse.detach()]
                 if in_order or device == "cpu":
                     found += torch.autograd.grad(output.sum() + lse.sum(), [*given, *inputs[3:]])
