@@ -25,6 +25,17 @@ def seed_of(number, device):
     return torch.tensor([number], device=device)
 
 
+def drawn(*sizes, device, dtype):
+    """Random leaves, each with a seed of its own."""
+    tensors = (normal(*size, device=device, dtype=dtype, seed=i) for i, size in enumerate(sizes))
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def type_on(device):
+    """Of attention: the type with the least precision that runs fused there."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
 # Read back
 
 
@@ -37,7 +48,7 @@ def kept_by_softmax(shape, dropout, seed, device):
 def kept_by_attention(shape, dropout, seed, device, dim=64):
     """Of equal weights, through values that each show one of `dim` keys."""
     batch, heads, queries, keys = shape
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = type_on(device)
     query = torch.zeros(batch, heads, queries, 16, device=device, dtype=dtype)
     key = torch.zeros(batch, heads, keys, 16, device=device, dtype=dtype)
     found = []
@@ -60,9 +71,8 @@ def kept_of_equal_keys(queries, keys, dim, dropout, seed, **options):
         shown = min(dim, keys - first)
         value.zero_()
         value[:, :, first : first + shown, :shown] = torch.eye(shown, device="cuda")
-        output = attention(
-            query, key, value, dropout=dropout, seed=seed_of(seed, "cuda"), fused=True, **options
-        )
+        given = {"dropout": dropout, "seed": seed_of(seed, "cuda"), "fused": True, **options}
+        output = attention(query, key, value, **given)
         found.append(output[..., :shown] != 0)
     return torch.cat(found, -1)
 
@@ -132,9 +142,7 @@ def test_softmax_drops_the_entries_of_the_reference(shape, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("columns", [40, 257, 512, 520, 1017, 1024, 1032, 2053])
-@pytest.mark.parametrize(
-    "limits", ["nothing", "causal", "window", "window without an end", "ranges"]
-)
+@pytest.mark.parametrize("limits", ["nothing", "causal", "window", "endless window", "ranges"])
 def test_rows_that_see_less_drop_the_same(limits, columns, dtype, device):
     """Kernels give two queries that lie 8 apart to one warp, and begin at a block of 32 columns."""
     numbers = torch.arange(2 * 3 * 43, device=device, dtype=torch.int32).view(2, 3, 43)
@@ -143,16 +151,15 @@ def test_rows_that_see_less_drop_the_same(limits, columns, dtype, device):
         "nothing": {},
         "causal": {"causal": True},
         "window": {"window": (100, 0)},
-        "window without an end": {"window": (300, -1)},
+        "endless window": {"window": (300, -1)},
         "ranges": {"visible": (first, end)},
     }[limits]
     # Heads of 43 queries, some of which have no neighbour 8 further, and of one.
     for queries in (43, 1):
         if queries == 1 and limits == "ranges":
             continue
-        scores, weights = (
-            normal(2, 3, queries, columns, device=device, dtype=dtype, seed=i) for i in range(2)
-        )
+        shape = (2, 3, queries, columns)
+        scores, weights = (normal(*shape, device=device, dtype=dtype, seed=i) for i in range(2))
         scores.requires_grad_()
         found = []
         for fused in (None, False):
@@ -211,11 +218,8 @@ def assert_independent(kept):
     pairs = {"batches": (found[:1], found[1:])}
     for dim, steps in ((1, (1, 2)), (2, (1, 2, 7, 8, 16, 32)), (3, (1, 2, 7, 8, 16, 32))):
         for step in steps:
-            length = shape[dim] - step
-            pairs[f"{step} along {dim}"] = (
-                found.narrow(dim, 0, length),
-                found.narrow(dim, step, length),
-            )
+            apart = (found.narrow(dim, start, shape[dim] - step) for start in (0, step))
+            pairs[f"{step} along {dim}"] = tuple(apart)
     pairs["seeds"] = found, kept(shape, 0.3, 4)
     pairs["high seeds"] = found, kept(shape, 0.3, 3 + 2**32)
     for name, (first, second) in pairs.items():
@@ -231,20 +235,16 @@ def test_what_is_kept_makes_up_for_what_is_dropped(dropout, device):
     """Of 15 bits, as many as keep an entry times what a kept one counts is all of them."""
     keeping = 32768 - round(dropout * 32768)
     p = softmax(torch.zeros(64, 64, device=device, dtype=torch.float32), dropout=dropout)
-    factors = (p[p != 0] * 64).double()
-    torch.testing.assert_close(
-        factors * keeping, torch.full_like(factors, 32768.0), rtol=3e-6, atol=0
-    )
+    found = (p[p != 0] * 64).double() * keeping
+    torch.testing.assert_close(found, torch.full_like(found, 32768.0), rtol=3e-6, atol=0)
 
 
 def test_expectation_over_seeds(device):
     scores = normal(2, 3, 40, device=device)
     p, count = softmax(scores).double(), 600
-    draws = torch.stack(
-        [softmax(scores, dropout=0.4, seed=seed_of(i, device)).double() for i in range(count)]
-    )
+    draws = [softmax(scores, dropout=0.4, seed=seed_of(i, device)) for i in range(count)]
     deviation = p * math.sqrt(0.4 / 0.6 / count)
-    assert ((draws.mean(0) - p).abs() < 5 * deviation).all()
+    assert ((torch.stack(draws).double().mean(0) - p).abs() < 5 * deviation).all()
 
 
 def test_nothing_and_all(device):
@@ -299,19 +299,14 @@ def has_ops(request, device, monkeypatch):
 def check_softmax(call, device, dtype):
     """`call` is megasoftmax.softmax. Sinks of float64 may be taken as float32."""
     shape, seed = (2, 3, 40, 70), 11
-    tensors = [
-        normal(*size, device=device, dtype=dtype, seed=i).requires_grad_()
-        for i, size in enumerate((shape, (3, 1, 70), (3,)))
-    ]
+    tensors = drawn(shape, (3, 1, 70), (3,), device=device, dtype=dtype)
     excluded = coin(2, 1, 40, 70, device=device)
     keep = kept_by_softmax(shape, 0.3, seed, device)
     options = {"scale": 0.7, "mask": excluded, "dropout": 0.3, "seed": seed_of(seed, device)}
-    actual = gradients(
-        lambda x, bias, sink: call(x, bias=bias, sink=sink, **options, return_lse=True), *tensors
-    )
-    wanted = gradients(
-        lambda x, bias, sink: expected_softmax(x, keep, 0.3, 0.7, bias, excluded, sink), *tensors
-    )
+    found = partial(call, **options, return_lse=True)
+    actual = gradients(lambda x, bias, sink: found(x, bias=bias, sink=sink), *tensors)
+    expected = partial(expected_softmax, keep=keep, dropout=0.3, scale=0.7, excluded=excluded)
+    wanted = gradients(lambda x, bias, sink: expected(x, bias=bias, sink=sink), *tensors)
     tolerance = 1e-6 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
 
@@ -320,10 +315,7 @@ def check_attention(call, device, dtype):
     """`call` is megasoftmax.attention."""
     shape, seed = (2, 4, 40, 70), 11
     sizes = ((2, 4, 40, 16), (2, 2, 70, 16), (2, 2, 70, 16), (1, 4, 40, 70), (4,))
-    tensors = [
-        normal(*size, device=device, dtype=dtype, seed=i).requires_grad_()
-        for i, size in enumerate(sizes)
-    ]
+    tensors = drawn(*sizes, device=device, dtype=dtype)
     causal = torch.ones(40, 70, dtype=torch.bool, device=device).triu(31)
     keep = kept_by_softmax(shape, 0.3, seed, device)
 
@@ -333,9 +325,7 @@ def check_attention(call, device, dtype):
         return p @ value, lse
 
     options = {"causal": True, "dropout": 0.3, "seed": seed_of(seed, device), "return_lse": True}
-    actual = gradients(
-        lambda *states: call(*states[:3], bias=states[3], sink=states[4], **options), *tensors
-    )
+    actual = gradients(lambda *x: call(*x[:3], bias=x[3], sink=x[4], **options), *tensors)
     wanted = gradients(expected, *(tensor.double() for tensor in tensors))
     tolerance = 1e-6 if dtype == torch.float64 else 4e-2
     for found, exact in zip(actual, wanted, strict=True):
@@ -378,10 +368,7 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
         return output, *torch.autograd.grad(loss, inputs)
 
     sizes = [(2, 4, 380, dim), (2, 2, 376, dim), (2, 2, 376, dim), *([bias] if bias else [])]
-    inputs = [
-        normal(*size, device="cuda", dtype=torch.bfloat16, seed=i).requires_grad_()
-        for i, size in enumerate(sizes)
-    ]
+    inputs = drawn(*sizes, device="cuda", dtype=torch.bfloat16)
     is_table = bias is not None and len(bias) == 2
     tolerance = 0.05 if is_table else 0.02  # each of its entries has sums of bfloat16
     with deterministic(in_order):
@@ -396,16 +383,12 @@ def test_kernels_drop_what_the_reference_drops(dim, bias, in_order):
 @pytest.mark.parametrize("rise", [4.0, 11.0, 95.0])
 def test_kernels_drop_where_logits_rise(rise, dim):
     """In some rows, with each tile of keys: weights are relative to logits before, or made anew."""
-    counts = (200, 700, 700)
-    inputs = [
-        normal(1, 2, count, dim, device="cuda", dtype=torch.bfloat16, seed=i)
-        for i, count in enumerate(counts)
-    ]
-    rows, keys = (torch.arange(count, device="cuda") for count in counts[:2])
-    inputs[0][..., 0] = 8 * (rows // 8 % 2)
-    inputs[1][..., 0] = rise * dim**0.5 / 8 * (keys // 128)
-    for each in inputs:
-        each.requires_grad_()
+    sizes = [(1, 2, count, dim) for count in (200, 700, 700)]
+    inputs = drawn(*sizes, device="cuda", dtype=torch.bfloat16)
+    rows, keys = (torch.arange(count, device="cuda") for count in (200, 700))
+    with torch.no_grad():
+        inputs[0][..., 0] = 8 * (rows // 8 % 2)
+        inputs[1][..., 0] = rise * dim**0.5 / 8 * (keys // 128)
 
     def results(fused):
         output = attention(*inputs, dropout=0.3, seed=seed_of(11, "cuda"), fused=fused)
@@ -470,11 +453,11 @@ def test_attention_with_a_relative_bias_and_ranges(device):
     wanted = p @ value.double()
     tolerance = 1e-12 if device == "cpu" else 4e-2
     torch.testing.assert_close(output.double(), wanted, rtol=tolerance, atol=tolerance)
-    found, exact = (torch.autograd.grad(each.sin().sum(), table)[0] for each in (output, wanted))
-    largest = max(1.0, exact.abs().max().item())
-    torch.testing.assert_close(
-        found.double(), exact.double(), rtol=tolerance, atol=tolerance * largest
+    found, exact = (
+        torch.autograd.grad(each.sin().sum(), table)[0].double() for each in (output, wanted)
     )
+    largest = max(1.0, exact.abs().max().item())
+    torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance * largest)
 
 
 def test_second_derivatives():
@@ -489,15 +472,12 @@ def test_second_derivatives():
 
     assert torch.autograd.gradcheck(call, (scores, bias, sink), fast_mode=True)
     assert torch.autograd.gradgradcheck(call, (scores, bias, sink), fast_mode=True)
-    query, key, value = (
-        normal(1, 2, 4, 3, device="cpu", dtype=torch.float64, seed=i).requires_grad_()
-        for i in range(3)
-    )
+    states = drawn(*[(1, 2, 4, 3)] * 3, device="cpu", dtype=torch.float64)
 
     def attend(*tensors):
         return attention(*tensors, dropout=0.3, seed=seed_of(4, "cpu"))
 
-    assert torch.autograd.gradgradcheck(attend, (query, key, value), fast_mode=True)
+    assert torch.autograd.gradgradcheck(attend, states, fast_mode=True)
 
 
 # Faults, which the tests above must notice
@@ -553,13 +533,8 @@ def test_no_mask_is_kept(device):
 
 def both_functions(device):
     scores = normal(2, 4, 20, 30, device=device)
-    states = normal(2, 4, 20, 16, device=device).to(
-        torch.float32 if device == "cpu" else torch.bfloat16
-    )
-    return [
-        lambda: softmax(scores, dropout=0.5),
-        lambda: attention(states, states, states, dropout=0.5),
-    ]
+    states = [normal(2, 4, 20, 16, device=device, dtype=type_on(device))] * 3
+    return [lambda: softmax(scores, dropout=0.5), lambda: attention(*states, dropout=0.5)]
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -584,8 +559,7 @@ def test_a_seed_leaves_the_generator_alone(device):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_drop_the_same_again(use_reentrant, device):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    query = normal(1, 2, 20, 16, device=device, dtype=dtype).requires_grad_()
+    query = normal(1, 2, 20, 16, device=device, dtype=type_on(device)).requires_grad_()
 
     def layer(query):
         output = attention(query, query, query, dropout=0.5)
@@ -642,8 +616,7 @@ def test_compiled_gradients():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_examples_of_vmap_drop_what_they_would_alone(number, has_ops, device):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    inputs = normal(3, 2, 2, 20, 16, device=device, dtype=dtype)
+    inputs = normal(3, 2, 2, 20, 16, device=device, dtype=type_on(device))
     seeds = torch.tensor([[1], [2], [3]], device=device)
 
     def call(x, seed):
@@ -680,8 +653,7 @@ def test_forward_mode():
 
 
 def test_module_drops_in_training_alone(device):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    query = normal(1, 4, 20, 16, device=device, dtype=dtype)
+    query = normal(1, 4, 20, 16, device=device, dtype=type_on(device))
     module = FusedAttention(4, causal=True, dropout=0.5)
     assert "dropout=0.5" in repr(module)
     torch.manual_seed(3)
@@ -702,13 +674,10 @@ def of_rank(rank, world, device, folder):
 
     mesh = init_device_mesh(device.partition(":")[0], (world,))
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
-    query, key, value = (normal(2, 4, 24, 16, device=device, dtype=dtype, seed=i) for i in range(3))
+    states = [normal(2, 4, 24, 16, device=device, dtype=dtype, seed=i) for i in range(3)]
     seed, found = seed_of(7, device), {}
     for name, placement in (("heads", Shard(1)), ("batch", Shard(0)), ("whole", Replicate())):
-        shards = [
-            distribute_tensor(each, mesh, [placement]).requires_grad_()
-            for each in (query, key, value)
-        ]
+        shards = [distribute_tensor(each, mesh, [placement]).requires_grad_() for each in states]
         local = [each.detach().to_local().clone().requires_grad_() for each in shards]
         own = seed + rank if placement.is_shard() else seed
 
@@ -721,56 +690,42 @@ def of_rank(rank, world, device, folder):
         of_local = torch.autograd.grad(alone.sin().sum(), local)
         pairs = [(result, alone), *zip(of_shards, of_local, strict=True)]
         found[name] = all(torch.allclose(one.to_local(), other) for one, other in pairs)
-    by_queries = distribute_tensor(query, mesh, [Shard(2)])
+    by_queries = distribute_tensor(states[0], mesh, [Shard(2)])
     with pytest.raises(RuntimeError, match=r"scores: expected a DTensor whose shards can be comp"):
         softmax(by_queries, dropout=0.3)
-    assert softmax(by_queries).shape == query.shape
+    assert softmax(by_queries).shape == states[0].shape
     group = torch.distributed.group.WORLD
     tolerance = 1e-10 if device == "cpu" else 2e-2
     for order, held in (("contiguous", [rank]), ("zigzag", [rank, 2 * world - 1 - rank])):
         count = world * len(held)
-        parts = [each.chunk(count, 2) for each in (query, key, value)]
+        parts = [each.chunk(count, 2) for each in states]
         mine = [torch.cat([each[p] for p in held], 2).requires_grad_() for each in parts]
-        output, lse = megasoftmax.ring_attention(
-            *mine, group=group, order=order, causal=True, dropout=0.3, seed=seed
-        )
+        options = {"causal": True, "dropout": 0.3, "seed": seed}
+        output, lse = megasoftmax.ring_attention(*mine, group=group, order=order, **options)
         of_parts = []
         for p, queries in zip(held, mine[0].chunk(len(held), 2), strict=True):
-            blocks = [
-                attention(
-                    *(queries, parts[1][k], parts[2][k]),
-                    causal=k == p,
-                    dropout=0.3,
-                    seed=seed + p * count + k,
-                    return_lse=True,
-                )
-                for k in range(p + 1)
-            ]
+            blocks = []
+            for k in range(p + 1):
+                options = {"causal": k == p, "dropout": 0.3, "seed": seed + p * count + k}
+                block = (queries, parts[1][k], parts[2][k])
+                blocks.append(attention(*block, **options, return_lse=True))
             of_parts.append(megasoftmax.merge_attention(*zip(*blocks, strict=True)))
         wanted = [torch.cat(each, 2) for each in zip(*of_parts, strict=True)]
-        found[f"{order} ring"] = all(
-            torch.allclose(*pair, rtol=tolerance, atol=tolerance)
-            for pair in zip((output, lse), wanted, strict=True)
+        of_ring, exact = (
+            torch.autograd.grad(each.sin().sum(), mine[0])[0] for each in (output, wanted[0])
         )
-        (of_ring,) = torch.autograd.grad(output.sin().sum(), mine[0])
-        (exact,) = torch.autograd.grad(wanted[0].sin().sum(), mine[0])
-        found[f"gradient of the {order} ring"] = torch.allclose(
-            of_ring, exact, rtol=tolerance, atol=tolerance
-        )
+        pairs = {"output": (output, wanted[0]), "lse": (lse, wanted[1])}
+        for what, pair in (pairs | {"gradient": (of_ring, exact)}).items():
+            is_close = torch.allclose(*pair, rtol=tolerance, atol=tolerance)
+            found[f"{what} of the {order} ring"] = is_close
     return found
 
 
-def test_shards_and_rings(tmp_path):
-    for found in processes.spawn(of_rank, 2, "cpu", tmp_path):
-        assert all(found.values()), found
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch has no NCCL")
-def test_shards_and_rings_on_gpus(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    for found in processes.spawn(of_rank, 2, "cuda", tmp_path):
+def test_shards_and_rings(device, tmp_path):
+    has_gpus = torch.cuda.device_count() > 1 and torch.distributed.is_nccl_available()
+    if device == "cuda" and not has_gpus:
+        pytest.skip("needs 2 GPUs and NCCL")
+    for found in processes.spawn(of_rank, 2, device, tmp_path):
         assert all(found.values()), found
 
 
@@ -785,10 +740,7 @@ WRONG = {
             for x in (-0.1, 1.5, math.nan)
         ),
         ({"seed": ZEROS(2)}, r"seed: expected one element, got shape \(2,\)$"),
-        (
-            {"seed": ZEROS(1, device="meta")},
-            r"seed: expected device cpu, as (scores|query), got meta$",
-        ),
+        ({"seed": ZEROS(1).to("meta")}, r"seed: expected device cpu, as (scores|query), got meta$"),
     ],
     TypeError: [
         ({"dropout": "0.1"}, "dropout: expected a number from 0 to 1, got str$"),
