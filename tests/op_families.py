@@ -15,7 +15,9 @@ from megasoftmax import RelativeBias, reference
 from megasoftmax.reference.softmax import plain
 
 BATCH, HEADS, QUERIES, KEYS, K = 2, 3, 2, 4, 3
-SHAPE = (BATCH, HEADS, QUERIES, KEYS)
+SHAPE, OF_BATCHES = (BATCH, HEADS, QUERIES, KEYS), (BATCH, 1, QUERIES, KEYS)
+OF_ALL = {"softcap": 0.5, "dropout": 0.4}
+OF_SINKS = {"sink": (HEADS,), "return_lse": True}
 KEY_HEADS, DIM, VALUE_DIM = 2, 8, 6  # of attention, which has 2 * KEY_HEADS query heads
 NO_RANGE = (None, None)
 
@@ -129,12 +131,7 @@ def dropout_backward_arguments(
     rows = SHAPE[:-1]
     return (
         *(draw.floats(SHAPE), draw.floats(SHAPE), draw.floats(rows if has_all else None)),
-        *(
-            draw.floats(rows),
-            0.7,
-            softcap,
-            draw.mask((BATCH, 1, QUERIES, KEYS) if has_all else None),
-        ),
+        *(draw.floats(rows), 0.7, softcap, draw.mask(OF_BATCHES if has_all else None)),
         *(draw.floats((HEADS, 1, KEYS) if has_all else None), has_all, -1, -1, None, None),
         *(draw.floats((HEADS,) if has_all else None), None, draw.dtype, has_all, has_all),
         *(dropout, draw.seed(dropout)),
@@ -175,9 +172,8 @@ def draw_columns(draw: Draw, batch: int = 2, rows: int = 3, columns: int = 5) ->
 
 def columns(scores: Tensor, **options: Any) -> Any:
     """Over each dimension but the last."""
-    each = (
-        megasoftmax.softmax(scores, scale=0.5, dim=d, return_lse=True, **options) for d in range(3)
-    )
+    options |= {"scale": 0.5, "return_lse": True}
+    each = (megasoftmax.softmax(scores, dim=dim, **options) for dim in range(3))
     return tuple(result for results in each for result in results)
 
 
@@ -261,14 +257,9 @@ def draw_attention(
     draw: Draw, batch: int = BATCH, rows: int = 5, columns: int = 7
 ) -> tuple[Tensor, ...]:
     heads = 2 * KEY_HEADS
-    shapes = [
-        (batch, heads, rows, DIM),
-        (batch, KEY_HEADS, columns, DIM),
-        (batch, KEY_HEADS, columns, VALUE_DIM),
-        (1, heads, rows, columns),
-        (heads, rows + columns - 1),
-        (heads,),
-    ]
+    shapes = [(batch, heads, rows, DIM)]
+    shapes += [(batch, KEY_HEADS, columns, dim) for dim in (DIM, VALUE_DIM)]
+    shapes += [(1, heads, rows, columns), (heads, rows + columns - 1), (heads,)]
     mask = draw.mask((batch, 1, 1, columns))
     mask[0] = True
     return *map(draw.floats, shapes), mask
@@ -309,15 +300,12 @@ ATTENTION_CASES = {
     "blocks": {"mask": (BATCH, 1, 1, 1), "block": 64},
     "dropout": {"dropout": 0.4, "bias": (1, 4, 5, 7), "sink": (4,)},
     "softcap": {"softcap": 0.5, "causal": True},
-    "softcap and all": {
-        "softcap": 0.5,
-        "dropout": 0.4,
-        "bias": (1, 4, 5, 7),
-        "mask": (BATCH, 1, 1, 7),
-        "sink": (4,),
-    },
+    "softcap and all": OF_ALL | {"bias": (1, 4, 5, 7), "mask": (BATCH, 1, 1, 7), "sink": (4,)},
     "[b, s, h, d]": {"is_transposed": True, "bias": (1, 1, 5, 7)},
 }
+LIMITS_OF_ROWS = {"row_top_k": (2, 1), "row_top_p": (3,), "row_min_p": (2, 3)}
+LIMITS_OF_ROWS["row_scale"] = (2, 3)
+SELECTION_BIAS = {"shape": (2, 3, 8), "selection_bias": (8,)}
 TOPK_CASES = {
     "plain": {},
     "scaled": {"scale": -0.3},
@@ -331,23 +319,10 @@ TOPK_CASES = {
     "renormalised, bias": {"renormalize": True, "bias": (2, 1, 1)},
     "scale of rows": {"row_scale": (3,), "mask": (2, 3, 7)},
     "limits": {"top_k": 3, "top_p": 0.8, "min_p": 0.1, "k": 5},
-    "limits of rows": {
-        "row_top_k": (2, 1),
-        "row_top_p": (3,),
-        "row_min_p": (2, 3),
-        "row_scale": (2, 3),
-        "k": 6,
-        "renormalize": True,
-        "mask": (7,),
-    },
+    "limits of rows": LIMITS_OF_ROWS | {"k": 6, "renormalize": True, "mask": (7,)},
     "sigmoid": {"sigmoid": True, "shape": (2, 3, 8), "scale": -0.7},
-    "sigmoid, selection bias": {
-        "sigmoid": True,
-        "shape": (2, 3, 8),
-        "selection_bias": (8,),
-        "renormalize": True,
-    },
-    "selection bias": {"shape": (2, 3, 8), "selection_bias": (8,)},
+    "sigmoid, selection bias": SELECTION_BIAS | {"sigmoid": True, "renormalize": True},
+    "selection bias": SELECTION_BIAS,
     "k 0": {"k": 0, "bias": ()},
     "k 1": {"k": 1},
     "all": {"k": 7},
@@ -361,13 +336,8 @@ TOPK = Family(
     backward_cases=TOPK_CASES | {"no lse": {"lse": False}},
     backward_arguments=topk_backward_arguments,
     traced=(
-        "plain",
-        "broadcast bias",
-        "renormalised, bias",
-        "k 0",
-        "softcap",
-        "limits of rows",
-        "selection bias",
+        *("plain", "broadcast bias", "renormalised, bias", "k 0", "softcap"),
+        *("limits of rows", "selection bias"),
     ),
     is_smooth=True,
     names=("logits", "bias", "mask"),
@@ -381,42 +351,20 @@ FAMILIES = {
         cases={
             "plain": {},
             "scaled": {"scale": -0.3, "return_lse": True},
-            "mask": {"mask": (BATCH, 1, QUERIES, KEYS)},
+            "mask": {"mask": OF_BATCHES},
             "causal window": {"causal": True, "window_left": 2},
             "bias": {"bias": (1, HEADS, QUERIES, KEYS)},
-            "broadcast bias": {
-                "bias": (QUERIES, KEYS),
-                "mask": (1, HEADS, 1, KEYS),
-                "window_right": 1,
-            },
-            "sink": {"sink": (HEADS,), "return_lse": True},
+            "broadcast bias": {"bias": SHAPE[2:], "mask": (1, HEADS, 1, KEYS), "window_right": 1},
+            "sink": OF_SINKS,
             "one sink": {"sink": (1,), "bias": (KEYS,), "return_lse": True},
             "sink value": {"sink_value": 0.5, "mask": (KEYS,), "return_lse": True},
-            "visible": {
-                "visible": ((BATCH, 1, QUERIES), (QUERIES,)),
-                "mask": (BATCH, 1, QUERIES, KEYS),
-            },
-            "end": {
-                "visible": (None, (HEADS, 1)),
-                "sink": (HEADS,),
-                "return_lse": True,
-                "causal": True,
-            },
+            "visible": {"visible": (OF_BATCHES[:3], (QUERIES,)), "mask": OF_BATCHES},
+            "end": OF_SINKS | {"visible": (None, (HEADS, 1)), "causal": True},
             "float16": {"dtype": torch.float16, "bias": (HEADS, 1, KEYS), "return_lse": True},
             "softcap": {"softcap": 0.5, "scale": -0.7, "return_lse": True},
-            "softcap and all": {
-                "softcap": 0.5,
-                "dropout": 0.4,
-                "mask": (BATCH, 1, QUERIES, KEYS),
-                "bias": (HEADS, 1, KEYS),
-                "return_lse": True,
-            },
-            "dropout": {
-                "dropout": 0.4,
-                "sink": (HEADS,),
-                "bias": (HEADS, 1, KEYS),
-                "return_lse": True,
-            },
+            "softcap and all": OF_ALL
+            | {"mask": OF_BATCHES, "bias": (HEADS, 1, KEYS), "return_lse": True},
+            "dropout": OF_SINKS | {"dropout": 0.4, "bias": (HEADS, 1, KEYS)},
         },
         arguments=softmax_arguments,
         backward_cases={
@@ -425,11 +373,7 @@ FAMILIES = {
             "bias": {"bias": (HEADS, 1, KEYS)},
             "sink": {"sink": (HEADS,)},
             "bias and one sink": {"bias": SHAPE, "sink": (1,)},
-            "visible": {
-                "visible": ((QUERIES,), (BATCH, HEADS, QUERIES)),
-                "bias": SHAPE,
-                "sink": (HEADS,),
-            },
+            "visible": {"visible": ((QUERIES,), SHAPE[:3]), "bias": SHAPE, "sink": (HEADS,)},
         },
         backward_arguments=softmax_backward_arguments,
         traced=(
@@ -476,17 +420,8 @@ FAMILIES = {
         },
         backward_arguments=attention_backward_arguments,
         traced=(
-            *(
-                "plain",
-                "shared bias",
-                "relative in groups",
-                "shifted",
-                "sink",
-                "visible",
-                "blocks",
-                "dropout",
-            ),
-            "softcap",
+            *("plain", "shared bias", "relative in groups", "shifted", "sink", "visible"),
+            *("blocks", "dropout", "softcap"),
             *("[b, s, h, d]", "bias not asked for", "table not asked for", "sink not asked for"),
         ),
         is_smooth=False,

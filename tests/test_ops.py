@@ -120,9 +120,8 @@ def test_merge_of_attention(value_dim, dtype, is_exact, device):
         output = (weights @ value[:, :, keys]) / total.clamp(min=1e-300).unsqueeze(-1)
         return output, torch.stack((largest, total.log(), largest + total.log()))
 
-    (output, statistics), others, wanted = (
-        over(keys) for keys in (slice(7), slice(7, None), slice(None))
-    )
+    parts = slice(7), slice(7, None), slice(None)
+    (output, statistics), others, wanted = map(over, parts)
     output, statistics = output.float() if is_exact else output.to(dtype), statistics.float()
     before = output.clone(), statistics.clone()
     torch.ops.megasoftmax.attention_merge(
@@ -144,9 +143,8 @@ def test_merge_of_attention(value_dim, dtype, is_exact, device):
 @pytest.mark.parametrize("has_all", [False, True])
 def test_opcheck_of_dropout_backward(has_all, softcap, device):
     torch.manual_seed(0)
-    torch.library.opcheck(
-        softmax_dropout_backward, dropout_backward_arguments(Draw(device), has_all, **softcap)
-    )
+    arguments = dropout_backward_arguments(Draw(device), has_all, **softcap)
+    torch.library.opcheck(softmax_dropout_backward, arguments)
 
 
 def test_opcheck_of_candidates(device):
@@ -297,29 +295,23 @@ def test_ops_agree_between_cpu_and_gpu(name, case):
         torch.testing.assert_close(gpu.cpu(), cpu, **close)
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "case"),
-    [
-        ("softmax", "softmax", "sink value"),
-        ("columns", "columns", "lse"),
-        ("topk", "topk", "broadcast bias"),
-        ("attention", "attention", "shared bias"),
-    ],
-)
-def test_fused_path_calls_the_ops(name, module, case):
-    arguments = FAMILIES[name].arguments(Draw(), **FAMILIES[name].cases[case])
-    if name == "columns":
-        scores, scale, dtype, lse = arguments
-        arguments = reference.softmax.ForwardArguments(
-            scores.transpose(0, 2), scale, dtype=dtype, return_lse=lse
-        )
+CASE_OF_CALL = {"softmax": "sink value", "columns": "lse", "topk": "broadcast bias"}
+CASE_OF_CALL["attention"] = "shared bias"
+
+
+@pytest.mark.parametrize("name", CASE_OF_CALL)
+def test_fused_path_calls_the_ops(name):
+    family = FAMILIES[name]
+    arguments = family.arguments(Draw(), **family.cases[CASE_OF_CALL[name]])
     with torch.no_grad():
-        expected = (
-            FAMILIES[name].forward(arguments[0], scale, dtype, lse)
-            if name == "columns"
-            else getattr(autograd, module).REFERENCE.forward(*arguments)
-        )
-        found = getattr(ops, module).IMPLEMENTATION.forward(*arguments)
+        if name == "columns":
+            scores, scale, dtype, lse = arguments
+            scores, record = scores.transpose(0, 2), reference.softmax.ForwardArguments
+            arguments = record(scores, scale, dtype=dtype, return_lse=lse)
+            expected = family.forward(scores, scale, dtype, lse)
+        else:
+            expected = getattr(autograd, name).REFERENCE.forward(*arguments)
+        found = getattr(ops, name).IMPLEMENTATION.forward(*arguments)
     op_checks.assert_all_equal(found, expected)
     assert found[0].stride() == expected[0].stride()
 
@@ -361,9 +353,9 @@ def of_topk(renormalize):
     def dense(x):
         z = 0.5 * x
         indices = z.topk(3).indices
-        return (
-            z.gather(-1, indices).softmax(-1) if renormalize else z.softmax(-1).gather(-1, indices)
-        )
+        if renormalize:
+            return z.gather(-1, indices).softmax(-1)
+        return z.softmax(-1).gather(-1, indices)
 
     def ours(x, **options):
         return megasoftmax.softmax_topk(x, 3, scale=0.5, renormalize=renormalize, **options)[0]
@@ -380,20 +372,18 @@ def softmax_and_lse(x, **options):
     return torch.cat([p, lse.sin().unsqueeze(options.get("dim", -1))], options.get("dim", -1))
 
 
+def dense_softmax_and_lse(x, dim):
+    return torch.cat([(x / 2).softmax(dim), (x / 2).logsumexp(dim, True).sin()], dim)
+
+
 # With the formula that torch derives.
 DENSE = {
-    "softmax": (
-        softmax_and_lse,
-        lambda x: torch.cat([(x / 2).softmax(-1), (x / 2).logsumexp(-1, True).sin()], -1),
-    ),
+    "softmax": (softmax_and_lse, partial(dense_softmax_and_lse, dim=-1)),
     "mask": (
         lambda x, **o: megasoftmax.softmax(x, scale=0.5, mask=is_hidden(x), **o),
         lambda x: (x / 2).masked_fill(is_hidden(x), -INF).softmax(-1),
     ),
-    "columns": (
-        partial(softmax_and_lse, dim=0),
-        lambda x: torch.cat([(x / 2).softmax(0), (x / 2).logsumexp(0, True).sin()], 0),
-    ),
+    "columns": (partial(softmax_and_lse, dim=0), partial(dense_softmax_and_lse, dim=0)),
     "topk": of_topk(renormalize=False),
     "renormalised": of_topk(renormalize=True),
 }
@@ -550,9 +540,8 @@ def test_mixed_types(name, last, other, through_ops, device):
     *inputs, mask = family.draw(Draw(device))
     states = 3 if name == "attention" else 1
     types = [torch.bfloat16] * states + [other] * (len(inputs) - states - 1) + [last]
-    inputs = [
-        each.detach().to(dtype).requires_grad_() for each, dtype in zip(inputs, types, strict=True)
-    ]
+    pairs = zip(inputs, types, strict=True)
+    inputs = [each.detach().to(dtype).requires_grad_() for each, dtype in pairs]
     actual = gradients_of(partial(family.call, fused=through_ops), *inputs, mask)
     exact = [each.detach().double().requires_grad_() for each in inputs]
     expected = gradients_of(family.call, *exact, mask)
@@ -608,10 +597,8 @@ class Called(torch.nn.Module):
 def test_export(name, through_ops, device, strict):
     family = FAMILIES[name]
     inputs = tuple(each.detach() for each in family.draw(draw_on(device, name), 5))
-    module, batch = (
-        Called(partial(family.call, fused=through_ops)),
-        torch.export.Dim("batch", min=4, max=64),
-    )
+    module = Called(partial(family.call, fused=through_ops))
+    batch = torch.export.Dim("batch", min=4, max=64)
     has_batch = [each.dim() > 2 and each.shape[0] == 5 for each in inputs]
     sizes = (tuple({0: batch} if each else None for each in has_batch),)
     program = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=strict)
@@ -621,9 +608,8 @@ def test_export(name, through_ops, device, strict):
         torch.cat([each, each.flip(-1), each]) if grows else each
         for each, grows in zip(inputs, has_batch, strict=True)
     ]
-    op_checks.assert_all_close(
-        program.module()(*more), module(*more), assert_close_on(device, name)
-    )
+    found, expected = program.module()(*more), module(*more)
+    op_checks.assert_all_close(found, expected, assert_close_on(device, name))
 
 
 # Transforms
@@ -681,10 +667,8 @@ def test_vmap_of_a_mask_that_repeats(batched, device):
         return family.forward(query, key, value, bias, mask, *rest)
 
     close = assert_close_on(device, "attention")
-    for found, wanted in zip(
-        forward(query, mask), forward(query, mask.repeat(2, 1, 1, 1)), strict=True
-    ):
-        close(found, wanted)
+    repeated = forward(query, mask.repeat(2, 1, 1, 1))
+    op_checks.assert_all_close(forward(query, mask), repeated, close)
     examples, masks = torch.stack([query, -query, 2 * query]), [mask, mask.flip(0), mask.flip(2)]
     given = [examples, torch.stack(masks) if batched else mask]
     op_checks.check_vmap(forward, given, [0, 0 if batched else None], close)
@@ -732,10 +716,8 @@ def test_checkpointing(name, through_ops, device, reentrant):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(name, through_ops, device, cast):
-    function, inputs = (
-        partial(FAMILIES[name].call, fused=through_ops),
-        FAMILIES[name].draw(Draw(device)),
-    )
+    function = partial(FAMILIES[name].call, fused=through_ops)
+    inputs = FAMILIES[name].draw(Draw(device))
     op_checks.check_autocast_changes_nothing(lambda: gradients_of(function, *inputs), device, cast)
 
 
@@ -757,8 +739,11 @@ def test_autocast_changes_nothing_but_types_of_attention(through_ops, device, ca
 # CUDA
 
 
-def halves(*shapes):
-    return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+def floats(*shapes, dtype=torch.float32):
+    return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+halves = partial(floats, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -783,34 +768,24 @@ def of_a_vocabulary(logits):
     return megasoftmax.softmax_topk(logits, 20, return_lse=True, fused=True)
 
 
+def of_family(name, *draw):
+    family = FAMILIES[name]
+    return partial(family.call, fused=True), partial(family.draw, *draw)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("function", "draw"),
     [
+        *(of_family(name, Draw("cuda")) for name in ("softmax", "topk", "renormalised")),
         *(
-            (partial(FAMILIES[name].call, fused=True), partial(FAMILIES[name].draw, Draw("cuda")))
-            for name in ("softmax", "topk", "renormalised")
-        ),
-        *(
-            (
-                partial(FAMILIES["softmax"].call, fused=True),
-                partial(FAMILIES["softmax"].draw, Draw("cuda", torch.bfloat16), 2, 16, columns),
-            )
+            of_family("softmax", Draw("cuda", torch.bfloat16), 2, 16, columns)
             for columns in (37, 1000, 9001, 40000)
         ),
         (lambda x: (megasoftmax.softmax(x, dim=1, fused=True),), lambda: halves((4, 300, 200))),
+        *((of_a_vocabulary, partial(floats, (rows, 40000))) for rows in (2, 400)),
         *(
-            (
-                of_a_vocabulary,
-                lambda r=rows: [torch.randn(r, 40000, device="cuda").requires_grad_()],
-            )
-            for rows in (2, 400)
-        ),
-        *(
-            (
-                of_attention,
-                lambda m=m, n=n: halves((2, 8, m, 64), (2, 2, n, 64), (2, 2, n, 64), (1, 8, 1, n)),
-            )
+            (of_attention, partial(halves, (2, 8, m, 64), *2 * [(2, 2, n, 64)], (1, 8, 1, n)))
             for m, n in ((300, 300), (1, 600), (1, 5000))
         ),
     ],
