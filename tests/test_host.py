@@ -162,10 +162,7 @@ def forward(name, options, wants=None):
     As a side effect the options' tensors require those gradients.
     """
     torch.manual_seed(1)
-    if name == "attention":
-        given = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
-    else:
-        given = [normal(2, 3, 4, 5)]
+    given = states() if name == "attention" else [normal(2, 3, 4, 5)]
     names = {"softmax": ["scores"], "softmax_topk": ["logits"]}.get(name, ["query", "key", "value"])
     bias = options.get("bias")
     extra = {"bias": getattr(bias, "table", bias), "sink": options.get("sink")}
@@ -197,16 +194,26 @@ def call(name, options, wants=None):
     return results, [each for each in found if each is not None]
 
 
+def states(dtype=torch.bfloat16):
+    """Query, key and value."""
+    return [normal(4, heads, rows, 8, dtype=dtype) for heads, rows in SIZES]
+
+
+def assert_same_gradients(found, expected, leaves, **options):
+    losses = (each.float().sin().sum() for each in (found, expected))
+    gradients, wanted = (torch.autograd.grad(loss, leaves, **options) for loss in losses)
+    for one, other in zip(gradients, wanted, strict=True):
+        assert one.equal(other)
+    return gradients
+
+
 SIZES = ((4, 6), (2, 7), (2, 7))
-ALL = [
-    *(("softmax", name) for name in of_rows()),
-    *(("softmax_topk", name) for name in of_topk()),
-    *(("attention", name) for name in of_attention()),
-]
 MAKE = {"softmax": of_rows, "softmax_topk": of_topk, "attention": of_attention}
+ALL = [(name, case) for name, make in MAKE.items() for case in make()]
+all_cases = pytest.mark.parametrize(("name", "case"), ALL, ids=[*map(": ".join, ALL)])
 
 
-@pytest.mark.parametrize(("name", "case"), ALL, ids=[f"{name}: {case}" for name, case in ALL])
+@all_cases
 def test_same_bits_as_through_python(name, case, served, in_python):
     options = MAKE[name]()[case]
     found = call(name, options)
@@ -256,7 +263,7 @@ def given_to_backward(name, options):
     ]
 
 
-@pytest.mark.parametrize(("name", "case"), ALL, ids=[f"{name}: {case}" for name, case in ALL])
+@all_cases
 def test_backward_ops_are_given_the_same(name, case, served, in_python):
     """Of limits that only save the kernels work, the gradients tell nothing."""
     options = MAKE[name]()[case]
@@ -273,8 +280,7 @@ def test_backward_ops_are_given_the_same(name, case, served, in_python):
 
 @pytest.mark.parametrize("case", of_attention())
 def test_adapters_ask_it_first(case, served):
-    tensors = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
-    assert runs_fused(*tensors, AttentionOptions(**of_attention()[case]))
+    assert runs_fused(*states(), AttentionOptions(**of_attention()[case]))
     assert served == [True]
 
 
@@ -305,7 +311,7 @@ def test_layers_get_attention_as_they_go_on_with_it(case, served, in_python):
     """[batch, queries, heads, dim]: the same bits, gradients too, and no view."""
     options = of_attention()[case]
     torch.manual_seed(1)
-    leaves = [normal(4, heads, rows, 8, dtype=torch.bfloat16) for heads, rows in SIZES]
+    leaves = states()
     weights = normal(4, 6, 4, 8, grad=False)
     output = served_attention(*leaves, AttentionOptions(**options))
     assert served == [True]
@@ -386,9 +392,9 @@ def test_module_of_megatron_leaves_the_rest_to_python(served):
 @pytest.mark.parametrize("name", MAKE)
 def test_without_gradients(name, served):
     with torch.no_grad():
-        tensors = [normal(4, heads, rows, 8, dtype=torch.float16) for heads, rows in SIZES]
+        scores = normal(4, 4, 6, 8, dtype=torch.float16)
+        tensors = states(torch.float16) if name == "attention" else [scores]
         options = {"k": 2} if name == "softmax_topk" else {}
-        tensors = tensors if name == "attention" else tensors[:1]
         results = [getattr(megasoftmax, name)(*tensors, **options, fused=f) for f in (None, False)]
     assert served == [True, False]
     assert not any(each.requires_grad for each in torch.utils._pytree.tree_leaves(results[0]))
@@ -426,17 +432,15 @@ def test_integers_beyond_the_numbers_of_cpp_are_declined(name, value, served):
 NUMBERS = st.sampled_from([0, 1, -1, 0.5, 1.0, True, None, 3e38, float("nan"), "1"])
 WINDOWS = st.sampled_from([None, (1, 0), (0, -1), [1, 1], (1,), (1, -2), (1.0, 0), (True, 0), 3])
 SHAPES = st.sampled_from([(), (5,), (4, 5), (3, 1, 1), (1, 3, 4, 5), (2, 2, 4, 5), (6,), (2, 4)])
-DTYPES = st.sampled_from(
-    [torch.float32, torch.float16, torch.float64, torch.bool, torch.int32, torch.int64]
-)
-TENSORS = st.none() | st.builds(
-    lambda shape, dtype, grad: (
-        torch.ones(shape).to(dtype).requires_grad_(grad and dtype.is_floating_point)
-    ),
-    SHAPES,
-    DTYPES,
-    st.booleans(),
-)
+DTYPES = [torch.float32, torch.float16, torch.float64, torch.bool, torch.int32, torch.int64]
+
+
+def ones(shape, dtype, grad):
+    return torch.ones(shape).to(dtype).requires_grad_(grad and dtype.is_floating_point)
+
+
+TENSORS = st.none() | st.builds(ones, SHAPES, st.sampled_from(DTYPES), st.booleans())
+SEEDS = [torch.tensor(3), torch.tensor([3.0]), torch.ones(2).long()]
 SHARED = {
     "mask": TENSORS,
     "bias": TENSORS,
@@ -450,27 +454,22 @@ OF_SCORES = {
     "visible": st.none() | st.tuples(TENSORS, TENSORS),
     "sink": TENSORS | NUMBERS,
     "dropout": st.sampled_from([0.0, 0, 0.1, 1.0, False, 2.0]),
-    "seed": st.none()
-    | st.sampled_from([torch.tensor(3), torch.tensor([3.0]), torch.ones(2).long()]),
+    "seed": st.none() | st.sampled_from(SEEDS),
 }
-OPTIONS = {
-    "softmax": SHARED
-    | OF_SCORES
-    | {
-        "dtype": st.sampled_from([None, torch.bfloat16, torch.float64, torch.int32]),
-        "dim": st.sampled_from([-1, 3, 2, -4, 4, 1.0, True]),
-    },
-    "softmax_topk": SHARED
-    | {
-        "k": st.sampled_from([0, 2, 5, 6, -1, True, 2.0]),
-        "score": st.sampled_from(["softmax", "sigmoid", "none", 1]),
-        "selection_bias": st.none() | TENSORS,
-        "top_k": st.sampled_from([None, 1, 3, 9, 0, True, 1.0, 2**70]) | TENSORS,
-        "top_p": NUMBERS | TENSORS,
-        "min_p": NUMBERS | TENSORS,
-    },
-    "attention": SHARED | OF_SCORES,
+OF_SOFTMAX = {
+    "dtype": st.sampled_from([None, torch.bfloat16, torch.float64, torch.int32]),
+    "dim": st.sampled_from([-1, 3, 2, -4, 4, 1.0, True]),
 }
+OF_TOPK = {
+    "k": st.sampled_from([0, 2, 5, 6, -1, True, 2.0]),
+    "score": st.sampled_from(["softmax", "sigmoid", "none", 1]),
+    "selection_bias": st.none() | TENSORS,
+    "top_k": st.sampled_from([None, 1, 3, 9, 0, True, 1.0, 2**70]) | TENSORS,
+    "top_p": NUMBERS | TENSORS,
+    "min_p": NUMBERS | TENSORS,
+}
+OPTIONS = {"softmax": SHARED | OF_SCORES | OF_SOFTMAX, "softmax_topk": SHARED | OF_TOPK}
+OPTIONS["attention"] = SHARED | OF_SCORES
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -645,11 +644,7 @@ def test_masks_of_windows(windows: int, served: list[bool]) -> None:
     expected = megasoftmax.attention(*apart, **options._replace(fused=True)._asdict())
     assert found.equal(expected.flatten(0, 1).transpose(1, 2))
     leaves.append(options.bias)
-    gradients, wanted = (
-        torch.autograd.grad(each.float().sin().sum(), leaves) for each in (found, expected)
-    )
-    for one, other in zip(gradients, wanted, strict=True):
-        assert one.equal(other)
+    assert_same_gradients(found, expected, leaves)
     served.clear()
     assert (served_attention(*leaves[:3], options) is None) == (windows not in (1, 6))
 
@@ -665,9 +660,8 @@ def packed_attention(name: str) -> tuple[list[Tensor], AttentionOptions]:
         "sink": {"bias": bias, "sink": sink, "causal": True},
         "dropout": {"dropout": 0.25, "seed": torch.tensor([7])},
     }[name]
-    return [packed, *(options[each] for each in ("bias", "sink") if each in options)], (
-        AttentionOptions(**options)
-    )
+    learned = [options[each] for each in ("bias", "sink") if each in options]
+    return [packed, *learned], AttentionOptions(**options)
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -682,18 +676,11 @@ def test_packed_query_key_and_value(name: str, twice: bool, served: list[bool]) 
     assert expected is not None
     assert found.equal(expected)
     assert (found.is_contiguous(), found._is_view()) == (True, False)
-    gradients, wanted = (
-        torch.autograd.grad(each.float().sin().sum(), leaves, create_graph=twice)
-        for each in (found, expected)
-    )
-    for one, other in zip(gradients, wanted, strict=True):
-        assert one.equal(other)
+    gradients = assert_same_gradients(found, expected, leaves, create_graph=twice)
     assert gradients[0].is_contiguous()
 
 
-def test_packed_gradient_is_that_of_the_op(
-    served: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_gradient_is_that_of_the_op(served, monkeypatch):
     """No copy is made of it."""
     leaves, options = packed_attention("windows")
     found = served_packed_attention(leaves[0], options, repeats_mask=True)
