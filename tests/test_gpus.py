@@ -54,9 +54,8 @@ BIASES = ({}, {"bias": True}, {"bias": True, "bias_dtype": FLOAT})
 
 
 def test_attention_needs_8_0():
-    with pytest.raises(
-        ValueError, match="major: expected at least 8, the first with kernels, got 7"
-    ):
+    message = "major: expected at least 8, the first with kernels, got 7"
+    with pytest.raises(ValueError, match=message):
         explain_attention(1, 1, 100, 64, major=7, shared_bytes=64 * 1024)
 
 
@@ -109,6 +108,7 @@ def test_tiles_are_chosen_by_bytes(dim, call, tiles, bias):
 
 IN_FLOAT = {"bias": True, "bias_dtype": FLOAT}
 BACKWARD = {"backward": True}
+FORWARD_KINDS = [{"masked": masked, "dropout": drops} for masked in (0, 1) for drops in (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -153,16 +153,11 @@ def test_softmax_fits(gpu):
     edges |= {49 * 128, 31 * 128, 15 * 128}
     vectors = sorted({edge + more for edge in edges for more in (0, 1)})
     rows = sorted({row.min_rows + more for row in LIMITS.forward for more in (0, 1)} - {0})
-    kinds = [
-        *({"masked": masked, "dropout": dropout} for masked in (False, True) for dropout in (0, 1)),
-        {"backward": True},
-        {"backward": True, "bias_gradient": True},
-        {"backward": True, "dropout": True, "bias_gradient": True},
-    ]
+    of_bias = BACKWARD | {"bias_gradient": True}
+    kinds = [*FORWARD_KINDS, BACKWARD, of_bias, of_bias | {"dropout": True}]
+    of_gpu = {"shared_bytes": shared_bytes, "max_cluster": max_cluster}
     for length, count, kind in itertools.product(vectors, rows, kinds):
-        found = explain(
-            count, 8 * length, HALF, shared_bytes=shared_bytes, max_cluster=max_cluster, **kind
-        )
+        found = explain(count, 8 * length, HALF, **of_gpu, **kind)
         assert (found.shared_bytes or 0) + declared <= shared_bytes
         assert (found.regime.blocks_per_row or 1) <= max_cluster
         # Persistent blocks copy the next row while they sum one: from 8.0 on. Very long rows have
@@ -187,12 +182,9 @@ def test_rows_that_small_blocks_have_no_room_for_go_elsewhere():
 @pytest.mark.parametrize("max_cluster", [8, 16])
 def test_rows_that_a_cluster_has_room_for_are_read_once(max_cluster):
     longest = max(row.max_vectors for row in LIMITS.forward if row.name == "cluster_256x8")
-    kinds = [
-        {"masked": masked, "dropout": dropout} for masked in (False, True) for dropout in (0, 1)
-    ]
-    for vectors, count, kind in itertools.product(
-        (8000, 12000, 17000, 25000, 27000, longest - 8), (17, 40, 99, 100, 1000), kinds
-    ):
+    lengths = (8000, 12000, 17000, 25000, 27000, longest - 8)
+    calls = itertools.product(lengths, (17, 40, 99, 100, 1000), FORWARD_KINDS)
+    for vectors, count, kind in calls:
         for columns in (8 * vectors, 8 * vectors - 1):
             found = explain(count, columns, HALF, max_cluster=max_cluster, **kind)
             assert found.regime.storage != "reread", (count, columns, kind)
@@ -212,18 +204,12 @@ def test_topk_fits(gpu):
     *_, shared_bytes, _, max_cluster = gpu
     declared = LIMITS.topk["kTopkMaxDeclaredBytes"]
     vectors = (1, 8, 9, 32, 33, 256, 257, 512, 1024, 1025, 14000, 14001, 65536, 10**6)
-    calls = itertools.product(
-        vectors, (1, 30, 60, 120, 200, 10**5), (1, 16, 17, 256), (False, True)
-    )
-    for length, rows, k, backward in calls:
+    of_gpu = {"shared_bytes": shared_bytes, "max_cluster": max_cluster}
+    counts, ks = (1, 30, 60, 120, 200, 10**5), (1, 16, 17, 256)
+    for length, rows, k, backward in itertools.product(vectors, counts, ks, (False, True)):
         if k > 8 * length:
             continue
-        found = explain_topk(
-            *(rows, 8 * length, k, HALF),
-            backward=backward,
-            shared_bytes=shared_bytes,
-            max_cluster=max_cluster,
-        )
+        found = explain_topk(rows, 8 * length, k, HALF, backward=backward, **of_gpu)
         assert found.shared_bytes + declared <= shared_bytes
         assert found.threads <= MOST_THREADS
         if found.regime.startswith("cluster"):
