@@ -37,6 +37,23 @@ def results_of(scores, g, h=None, *, learns_bias=False, **arguments):
     return [p.detach(), lse.detach(), *torch.autograd.grad(incoming[0], leaves, incoming[1])]
 
 
+def check_parts(run, whole, parts, dim=0):
+    """Calls of slices of the rows have the bits that rows have in a call of all, which returns."""
+    results = run(whole)
+    for part in parts:
+        for of_all, of_part in zip(results, run(part), strict=True):
+            of_all = of_all[(*dim * [slice(None)], part)]
+            assert bits_equal(of_all, of_part), f"{part}"
+    return results
+
+
+def of_columns(*both, on_gpu):
+    """Lengths of rows for tests that take `columns` and `device`; long ones are for the kernels."""
+    on_cuda = [pytest.param(columns, "cuda", marks=gpu) for columns in (*both, *on_gpu)]
+    cases = [*((columns, "cpu") for columns in both), *on_cuda]
+    return pytest.mark.parametrize(("columns", "device"), cases, indirect=["device"])
+
+
 # Variants, each of which every row regime must meet
 
 
@@ -123,6 +140,7 @@ def test_short_rows(variant, columns, dtype, device, drops):
 
 BROADCAST = [(), (37,), (1,), (5, 37), (5, 1), (3, 5, 37), (3, 1, 1), (2, 1, 1, 37), (2, 1, 5, 1)]
 BROADCAST += [(1, 3, 5, 37), (2, 3, 5, 37)]
+WINDOWS = [None, (0, 0), (0, -1), (-1, 0), (3, 0), (0, 3), (4, 2), (-1, -1), (1000, 1000)]
 
 
 @pytest.mark.parametrize("shape", BROADCAST)
@@ -177,9 +195,7 @@ def test_types(dtype, out, bias_dtype, drops, device):
     check(scores, dtype=out, bias=bias, mask=mask, **options)
 
 
-@pytest.mark.parametrize(
-    "window", [None, (0, 0), (0, -1), (-1, 0), (3, 0), (0, 3), (4, 2), (-1, -1), (1000, 1000)]
-)
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sizes", [(9, 9), (1, 9), (5, 37), (37, 5), (67, 67), (12, 1)])
 def test_causal_and_window(sizes, causal, window, device):
@@ -203,11 +219,10 @@ def test_excluded_is_zero_whatever_stands_there(value, dtype, device):
     clean = normal(*SHAPE, device=device, dtype=dtype)
     bias = normal(*SHAPE, device=device, dtype=dtype, seed=2)
     dirty_scores, dirty_bias = clean.masked_fill(excluded, value), bias.masked_fill(excluded, value)
-    dirty_g = normal(*SHAPE, device=device, dtype=dtype, seed=3).masked_fill(excluded, value)
+    g = normal(*SHAPE, device=device, dtype=dtype, seed=3).masked_fill(excluded, value)
+    dirty_bias.requires_grad_()
     for arguments in ({}, {"causal": True}, {"window": (20, 20)}, {"sink": 1.0}):
-        results = check(
-            dirty_scores, mask=mask, bias=dirty_bias.requires_grad_(), g=dirty_g, **arguments
-        )
+        results = check(dirty_scores, mask=mask, bias=dirty_bias, g=g, **arguments)
         assert all(result.isfinite().all() for result in results)
         p = softmax_on(device)(clean, mask=mask, bias=bias, **arguments)
         assert bits_equal(results[0], p)
@@ -281,9 +296,8 @@ def test_visible_nan_or_infinity_makes_the_visible_row_nan(where, value, dtype, 
     {"scores": scores, "bias": bias}[where][0, 1, 3, columns // 2] = value
     for arguments in ({}, {"mask": mask}, {"mask": mask, "sink": 0.0}, {"window": (columns, 4)}):
         p, lse, d_scores, _ = check(scores, bias=bias.requires_grad_(), **arguments)
-        excluded = oracle.excluded_entries(
-            scores, arguments.get("mask"), False, arguments.get("window")
-        )
+        limits = (arguments.get("mask"), False, arguments.get("window"))
+        excluded = oracle.excluded_entries(scores, *limits)
         for result in (p, d_scores):
             assert (result[excluded] == 0).all()
             assert result[0, 1, 3][~excluded[0, 1, 3]].isnan().all()
@@ -380,9 +394,8 @@ def test_value_of_sink(value, shape, device):
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_sink_of_nan_or_infinity_makes_its_rows_nan(value, device):
     sink = torch.tensor([0.0, value, 1.0], device=device).requires_grad_()
-    p, lse, d_scores, d_sink = check(
-        normal(*SHAPE, device=device), sink=sink, mask=coin(*SHAPE, device=device)
-    )
+    scores, mask = normal(*SHAPE, device=device), coin(*SHAPE, device=device)
+    p, lse, d_scores, d_sink = check(scores, sink=sink, mask=mask)
     assert lse[:, 1].isnan().all()
     for result in (p, lse, d_scores, d_sink[None]):
         assert result[:, [0, 2]].isfinite().all()
@@ -409,9 +422,8 @@ def test_gradient_of_lse_alone(dtype, device):
     wanted = oracle.gradients(forward, torch.zeros_like(scores), h, sink=sink, dtype=dtype)
     for actual, gradient in ((d_scores, wanted.scores), (d_sink, wanted.sink)):
         assert gradient is not None
-        oracle.assert_matches(
-            actual, gradient.value, dtype, magnitude=gradient.magnitude, zero=gradient.zero
-        )
+        limits = {"magnitude": gradient.magnitude, "zero": gradient.zero}
+        oracle.assert_matches(actual, gradient.value, dtype, **limits)
 
 
 def test_lse_of_large_scores(device):
@@ -474,20 +486,14 @@ def _layouts(columns, device, dtype):
     yield "expanded batches", make(1, 3, 5, columns).expand(2, -1, -1, -1)
     yield "expanded queries", make(2, 3, 1, columns).expand(-1, -1, 5, -1)
     yield "expanded columns", make(2, 3, 5, 1).expand(-1, -1, -1, columns)
-    yield (
-        "odd strides of dimensions of size 1",
-        make(5 * columns).as_strided((1, 1, 5, columns), (7, 3, columns, 1)),
-    )
+    odd = make(5 * columns).as_strided((1, 1, 5, columns), (7, 3, columns, 1))
+    yield "odd strides of dimensions of size 1", odd
     yield "one column with any stride", make(60).as_strided((2, 3, 5, 1), (30, 10, 2, 5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "columns", [1, 8, 13, 129, pytest.param(5000, marks=gpu), pytest.param(40001, marks=gpu)]
-)
+@of_columns(1, 8, 13, 129, on_gpu=(5000, 40001))
 def test_layouts_of_scores(columns, dtype, device):
-    if columns > 1000 and device == "cpu":
-        pytest.skip("long rows are for the kernels")
     for what, scores in _layouts(columns, device, dtype):
         heads, keys = scores.shape[1], scores.shape[-1]
         sink = torch.linspace(-1, 1, heads, device=device).requires_grad_()
@@ -497,10 +503,8 @@ def test_layouts_of_scores(columns, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [8, 13, 129, pytest.param(5000, marks=gpu)])
+@of_columns(8, 13, 129, on_gpu=(5000,))
 def test_layouts_of_mask_and_bias(columns, dtype, device):
-    if columns > 1000 and device == "cpu":
-        pytest.skip("long rows are for the kernels")
     scores = normal(2, 3, 5, columns, device=device, dtype=dtype)
     for what, bias in _layouts(columns, device, dtype):
         if bias.shape[-1] == columns:
@@ -769,11 +773,9 @@ def test_kernels_drop_the_entries_of_the_reference(vectors, dtype):
 
 @pytest.mark.parametrize("dropout", [0.5, 1.0, 2.0**-18])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [37, 1024, pytest.param(9000, marks=gpu)])
+@of_columns(37, 1024, on_gpu=(9000,))
 def test_special_values_with_dropout(dropout, dtype, columns, device):
     """Of scores and of incoming gradients; also where nothing and where all is dropped."""
-    if columns > 5000 and device == "cpu":
-        pytest.skip("long rows are for the kernels")
     scores = normal(2, 3, 18, columns, device=device, dtype=dtype)
     options = dropped(scores, dropout)
     g = oracle.random_like(scores, 1).masked_fill(~options["kept"], NAN)
@@ -791,10 +793,8 @@ def test_special_values_with_dropout(dropout, dtype, columns, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [41, 1024, pytest.param(9001, marks=gpu)])
+@of_columns(41, 1024, on_gpu=(9001,))
 def test_ranges_with_dropout(dtype, columns, device):
-    if columns > 5000 and device == "cpu":
-        pytest.skip("long rows are for the kernels")
     scores = normal(2, 3, 18, columns, device=device, dtype=dtype)
     first = torch.arange(18, device=device, dtype=torch.int32) * (columns // 40)
     end = first + torch.arange(3, device=device, dtype=torch.int32)[:, None] * (columns // 3)
@@ -978,14 +978,10 @@ def test_memory(case):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize(
-    "columns", [13, 64, 1000, 1024, *(pytest.param(n, marks=gpu) for n in (9001, 40000))]
-)
+@of_columns(13, 64, 1000, 1024, on_gpu=(9001, 40000))
 @pytest.mark.parametrize("bias_shape", ["1h1k", "1hqk", "b11k", "k"])
 @pytest.mark.parametrize("sinks", [1, 3])
 def test_the_same_call_gives_the_same_bits(dtype, drops, columns, bias_shape, sinks, device):
-    if columns > 5000 and device == "cpu":
-        pytest.skip("long rows are for the kernels")
     batch, queries = (16, 33) if device == "cuda" else (2, 5)
     sizes = {"1": 1, "b": batch, "h": 3, "q": queries, "k": columns}
     scores = normal(batch, 3, queries, columns, device=device, dtype=dtype)
@@ -999,15 +995,13 @@ def test_the_same_call_gives_the_same_bits(dtype, drops, columns, bias_shape, si
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [13, 64, 1000, 1001, 6000, pytest.param(40000, marks=gpu)])
+@of_columns(13, 64, 1000, 1001, 6000, on_gpu=(40000,))
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sink", [None, 0.5])
 def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
     dtype, columns, masked, causal, sink, device
 ):
-    if columns > 10000 and device == "cpu":
-        pytest.skip("long rows are for the kernels")
     scores = normal(6, 3, 4, columns, device=device, dtype=dtype)
     mask = coin(6, 1, 4, columns, device=device) if masked else None
     g = oracle.random_like(scores, 1)
@@ -1017,13 +1011,10 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
         options = {"scale": 0.7, "mask": rows, "causal": causal, "sink": sink}
         return results_of(scores[batches], g[batches], **options)
 
-    whole = run(slice(None))
     parts = [slice(0, 1), slice(0, 2), slice(0, 5)]
     if columns % 8 == 0:  # else where rows start in memory depends on the slice
         parts += [slice(3, 4), slice(2, 6)]
-    for batches in parts:
-        for a, b in zip(whole, run(batches), strict=True):
-            assert bits_equal(a[batches], b)
+    check_parts(run, slice(None), parts)
 
 
 @gpu
@@ -1052,19 +1043,16 @@ def test_bits_of_long_rows_do_not_depend_on_the_number_of_rows(variant, columns,
     seed = torch.tensor([5], device="cuda")
 
     def run(batches):
-        arguments = {name: tensor[:batches].clone() for name, tensor in of_rows.items()}
+        arguments = {name: tensor[batches].clone() for name, tensor in of_rows.items()}
         arguments |= {"scale": 0.7, "causal": variant == "causal", "seed": seed}
         arguments["sink"] = 0.5 if variant == "sink" else None
         arguments["softcap"] = 4.0 if variant == "softcap" else None
         arguments["dropout"] = 0.3 if variant == "dropout" else 0.0
         learns = variant == "gradient of bias"
-        rows = (scores[:batches].clone(), g[:batches], h[:batches])
+        rows = (scores[batches].clone(), g[batches], h[batches])
         return results_of(*rows, learns_bias=learns, **arguments)
 
-    whole = run(300)
-    for batches in (1, 8, 64):
-        for a, b in zip(whole, run(batches), strict=True):
-            assert bits_equal(a[:batches], b), f"{batches} rows"
+    check_parts(run, slice(300), [slice(1), slice(8), slice(64)])
 
 
 @gpu
@@ -1084,12 +1072,9 @@ def test_very_long_rows_have_the_bits_of_few_in_every_turn(rows, columns, few, d
     def run(part):
         return results_of(scores[part].clone(), g[part], scale=0.7)
 
-    many = run(slice(0, rows))
     # Where rows begin in memory must not depend on the slice.
     ends = [few, rows] if columns % 8 == 0 else [few]
-    for end in ends:
-        for a, b in zip(many, run(slice(end - few, end)), strict=True):
-            assert bits_equal(a[end - few : end], b)
+    many = check_parts(run, slice(0, rows), [slice(end - few, end) for end in ends])
     row = rows - 1  # of the last turn
     x, y = scores[row].double() * 0.7, g[row].double()
     returned = many[0][row].double()
@@ -1138,7 +1123,7 @@ def test_tiles_of_many_tiny_rows(columns, dtype):
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "columns", [2048, 3072, 8192, 16384, 32000, 65536, 131072, 6001, 20003, 32767]
+    "columns", [*(2**n for n in (11, 13, 14, 16, 17)), 3072, 6001, 20003, 32000, 32767]
 )
 def test_contiguous_rows_have_the_bits_of_parts_of_longer_rows(dtype, columns):
     """They have kernels of their own, which cut long rows as others do."""
@@ -1199,9 +1184,8 @@ def test_rows_that_blocks_take_in_turn(variant, dtype):
     scores = normal(1, 1, rows, columns, device="cuda", dtype=dtype)
     g = oracle.random_like(scores, 1)
     generator = torch.Generator("cuda").manual_seed(2)
-    first, length = (
-        torch.randint(columns, (1, 1, rows), generator=generator, device="cuda") for _ in range(2)
-    )
+    options = {"generator": generator, "device": "cuda"}
+    first, length = (torch.randint(columns, (1, 1, rows), **options) for _ in range(2))
 
     def run(some):
         arguments = {}
@@ -1212,11 +1196,8 @@ def test_rows_that_blocks_take_in_turn(variant, dtype):
         return results_of(scores[:, :, some].clone(), g[:, :, some], **arguments)
 
     # As many run at a time. Rows that begin in the same place of a line have the same bits.
-    whole, few = run(slice(rows)), 64
-    for start in range(0, rows, few):
-        some = slice(start, start + few)
-        for a, b in zip(whole, run(some), strict=True):
-            assert bits_equal(a[:, :, some], b), f"rows from {start}"
+    parts = [slice(start, start + 64) for start in range(0, rows, 64)]
+    check_parts(run, slice(rows), parts, dim=2)
 
 
 @gpu
