@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from megasoftmax.build import extension, library
 
 ROOT = Path(__file__).absolute().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "sanitizer.csv"
 sys.path.append(str(ROOT / "benchmarks"))
 import measure  # noqa: E402
 
@@ -375,11 +376,8 @@ def table(done, tools, ran, binary):
 def check(arguments):
     """Coverage, then the tools."""
     families, tools = arguments.family or FAMILIES, arguments.tool or list(TOOLS)
-    chosen = [
-        case
-        for case in cases()
-        if case.name.split()[0] in families and (arguments.case in (None, case.name))
-    ]
+    chosen = [case for case in cases() if arguments.case in (None, case.name)]
+    chosen = [case for case in chosen if case.name.split()[0] in families]
     count = min(arguments.jobs, len(chosen))
     jobs = [job for tool in tools for job in jobs_for(tool, chosen, count)]
     if not jobs:
@@ -407,19 +405,14 @@ def check(arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_it_stands = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_stands)
     parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable; default: all")
     parser.add_argument("--family", action="append", choices=FAMILIES, help="likewise")
     parser.add_argument("--case", help="the name of a single case")
     parser.add_argument("--jobs", type=int, default=16, help="processes at a time")
-    parser.add_argument(
-        "--seconds", type=float, default=900, help="the most that a process may take"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "sanitizer.csv"
-    )
+    parser.add_argument("--seconds", type=float, default=900, help="the most of a process")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default="", help="for a copy without git")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     parser.add_argument("--worker", type=Path, help="a file of names of cases to run here")

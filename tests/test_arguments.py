@@ -64,10 +64,10 @@ def without_check(function: Callable[..., Any], *args: Any, **given: Any) -> Any
     return function(*args, **(given | {"return_lse": bool(given.get("return_lse"))}))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [with_error_of_torch, with_error_that_names_nothing, with_change, without_check],
-)
+FAULTS = [with_error_of_torch, with_error_that_names_nothing, with_change, without_check]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_found(fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = functools.partial(fault, megasoftmax.attention)
     monkeypatch.setattr(megasoftmax, "attention", faulty)
@@ -91,6 +91,8 @@ TENSORS = {
     "softmax_topk": {"logits": Q, "k": 2},
     "attention": {"query": Q, "key": K, "value": V},
 }
+WEIGHT = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+t5_bias = functools.partial(biases.t5_bias, WEIGHT, bidirectional=True)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sparse": Tensor.to_sparse,
     "sparse rows": lambda tensor: tensor.flatten(1).to_sparse_csr(),
@@ -144,11 +146,9 @@ def test_number_of_float64() -> None:
 @pytest.mark.parametrize("limit", [2**31 - 1, 2**31, 2**63 - 1, 2**63, 10**400])
 def test_window_without_a_limit(limit: int, device: str) -> None:
     query, key, value = (each.to(device) for each in (Q, K, V))
+    calls = ((megasoftmax.softmax, [query]), (megasoftmax.attention, [query, key, value]))
     for window, equal in (((limit, 0), (-1, 0)), ((1, limit), (1, -1)), ((limit, limit), None)):
-        for function, tensors in (
-            (megasoftmax.softmax, (query,)),
-            (megasoftmax.attention, (query, key, value)),
-        ):
+        for function, tensors in calls:
             found = function(*tensors, window=window)
             torch.testing.assert_close(found, function(*tensors, window=equal))
             reasons = megasoftmax.why_not_fused(function, *tensors, window=window)
@@ -164,10 +164,8 @@ def test_integers_of_numpy(integer: Callable[[int], Any]) -> None:
     assert_equal(megasoftmax.softmax_topk(Q, integer(2)), megasoftmax.softmax_topk(Q, 2))
     found = megasoftmax.attention(Q, K, V, window=window)
     assert_equal(found, megasoftmax.attention(Q, K, V, window=(1, 2)))
-    weight = torch.randn(8, 4)
-    t5 = functools.partial(biases.t5_bias, bidirectional=True)
-    found = t5(weight, integer(3), integer(5), max_distance=integer(9))
-    assert_equal(found.table, t5(weight, 3, 5, max_distance=9).table)
+    found = t5_bias(integer(3), integer(5), max_distance=integer(9))
+    assert_equal(found.table, t5_bias(3, 5, max_distance=9).table)
     assert_equal(biases.alibi_slopes(integer(4)), biases.alibi_slopes(4))
     assert_equal(ranges.chunks(integer(2), integer(5)), ranges.chunks(2, 5))
     assert megasoftmax.FusedAttention(integer(4)).heads == 4
@@ -181,12 +179,12 @@ def test_probabilities_of_dropout(number: Any) -> None:
         assert found.equal(function(*tensors, dropout=0.5, seed=seed))
         assert megasoftmax.why_not_fused(function, *tensors, dropout=number)
     assert megasoftmax.FusedAttention(4, dropout=number).dropout == 0.5
-    torch.manual_seed(0)
-    found = megasoftmax.scaled_dot_product_attention(Q, K, V, None, number, enable_gqa=True)
-    torch.manual_seed(0)
-    assert found.equal(
-        megasoftmax.scaled_dot_product_attention(Q, K, V, None, 0.5, enable_gqa=True)
-    )
+    found = []
+    for dropout in (number, 0.5):
+        torch.manual_seed(0)
+        sdpa = megasoftmax.scaled_dot_product_attention
+        found.append(sdpa(Q, K, V, None, dropout, enable_gqa=True))
+    assert found[0].equal(found[1])
     with pytest.raises(ValueError, match="dropout: expected a number from 0 to 1"):
         megasoftmax.attention(Q, K, V, dropout=number + 1)
 
@@ -273,10 +271,8 @@ def test_dim_by_position() -> None:
 
 
 def test_seed_of_an_integer() -> None:
-    expected = re.escape(
-        "seed: expected None or a tensor of int64, got int; pass torch.tensor([42]"
-    )
-    with pytest.raises(TypeError, match=expected):
+    expected = "seed: expected None or a tensor of int64, got int; pass torch.tensor([42]"
+    with pytest.raises(TypeError, match=re.escape(expected)):
         megasoftmax.attention(Q, K, V, dropout=0.1, seed=42)  # type: ignore[call-overload]
 
 
@@ -299,12 +295,7 @@ def test_what_flash_attn_has_and_we_do_not(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: biases.t5_bias(
-                torch.zeros(8, 4), 3, 5, bidirectional=True, max_distance=math.nan
-            ),
-            "max_distance: .*got float",
-        ),
+        (lambda: t5_bias(3, 5, max_distance=math.nan), "max_distance: .*got float"),
         (lambda: megasoftmax.RelativeBias(torch.zeros(4, 7)).dense("x", 2), "queries: .*got str"),
         (lambda: ranges.chunks(2, 5, device="zzz"), "device: .*got 'zzz'"),
         (lambda: megasoftmax.SoftmaxOne()([1.0]), "x: expected a tensor of .*got list"),

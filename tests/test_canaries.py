@@ -230,22 +230,11 @@ def test_attention(of_bias, is_float, dim, dtype, device):
             sink = normal(HEADS, device=device)
             window = (-1, 0) if number % 3 == 1 else (-1, -1)
             visible = bounds(keys, device, queries) if number % 4 == 2 else (None, None)
-            options = (
-                bias,
-                mask,
-                0.3,
-                2.0 if number % 5 == 4 else 0.0,
-                False,
-                *window,
-                sink,
-                None,
-                of_bias == "relative",
-            )
-            drop = (
-                (0.3, torch.tensor([number], device=device))
-                if number % 4 in (1, 2)
-                else (0.0, None)
-            )
+            softcap = 2.0 if number % 5 == 4 else 0.0
+            drop = (0.0, None)
+            if number % 4 in (1, 2):
+                drop = (0.3, torch.tensor([number], device=device))
+            options = (bias, mask, 0.3, softcap, False, *window, sink, None, of_bias == "relative")
             options = (*options, *visible, None, 1, *drop, number % 2 == 0)
             what = f"{queries} queries of {keys} keys"
             check((OPS.attention_forward, (query, key, value, *options)), what=what)
