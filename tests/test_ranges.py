@@ -149,7 +149,7 @@ def test_attention_at_edges_of_tiles(kind, dim, device):
     on_cpu = EDGES[dim // 64 :: 4]
     for lengths in (*EDGES, *LARGE) if device == "cuda" else on_cpu:
         for dtype in dtypes_on(device)[-1:] if device == "cpu" else dtypes_on(device):
-            q, k, v = tensors(device, dtype, lengths=lengths, dims=(dim, dim))
+            q, k, v = tensors(device, dtype, lengths=lengths, dims=dim)
             visible = on(device, KINDS[kind](2, 4, *lengths))
             check_attention(q, k, v, visible=visible, what=f"{lengths}")
 
@@ -237,7 +237,7 @@ def test_attention_in_blocks(monkeypatch):
 @pytest.mark.parametrize("kind", ["random", "packed", "ends"])
 def test_attention_in_order(kind, bias):
     lengths = (200, 300)
-    q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=(64, 64))
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=lengths, dims=64)
     given = {}
     if (shape := BIASES[bias]) is not None:
         table = normal(*shape(*lengths), device="cuda", dtype=torch.bfloat16, seed=4)
@@ -296,9 +296,8 @@ def test_blocks_take_many_tiles_of_few_keys(kind, keys, dims):
         given["mask"] = torch.ones(4096, keys, dtype=torch.bool, device="cuda")
         given["mask"][::1024] = False
     found = [megasoftmax.attention(q, k, v, **given, fused=True) for _ in range(20)]
-    wanted = megasoftmax.attention(
-        *(each[:1, :2].float() for each in (q, k, v)), **given, fused=False
-    )
+    some = (each[:1, :2].float() for each in (q, k, v))
+    wanted = megasoftmax.attention(*some, **given, fused=False)
     assert all(torch.equal(each, found[0]) for each in found)
     torch.testing.assert_close(found[0][:1, :2].float(), wanted, atol=0.02, rtol=0.02)
 
@@ -307,9 +306,8 @@ def test_nothing_is_a_row_of_zeros(device):
     dtype = dtypes_on(device)[-1]
     q, k, v = (each.requires_grad_() for each in tensors(device, dtype, lengths=(40, 70)))
     for visible in (KINDS["nothing"](2, 4, 40, 70), (torch.tensor(9), torch.tensor(3))):
-        output, lse = attention_on(device, dtype)(
-            q, k, v, visible=on(device, visible), return_lse=True
-        )
+        options = {"visible": on(device, visible), "return_lse": True}
+        output, lse = attention_on(device, dtype)(q, k, v, **options)
         assert (output == 0).all()
         assert (lse == -INF).all()
         for gradient in torch.autograd.grad(output.sum() + lse.exp().sum(), (q, k, v)):
@@ -445,9 +443,7 @@ def test_vmap(functions, device, batched):
     softmax, attention, _ = functions
     examples, dtype = 3, dtype_of(device)
     scores = normal(examples, 2, 4, 5, 13, device=device, dtype=dtype)
-    given = [
-        torch.stack([each, -each, 2 * each]) for each in tensors(device, dtype, lengths=(5, 13))
-    ]
+    given = [torch.stack([each, -each, 2 * each]) for each in tensors(device, dtype)]
     visible = [
         torch.stack([each, each.flip(0), each.flip(1)], 1) if is_batched else each
         for each, is_batched in zip(on(device, random(2, 4, 5, 13)), batched, strict=True)
@@ -498,7 +494,7 @@ def test_compiled(functions, device):
     dtype = dtype_of(device)
     scores = normal(2, 4, 70, 90, device=device, dtype=dtype)
     given = tensors(device, dtype, lengths=(70, 90))
-    documents = tensors(device, dtype, batch=1, lengths=(70, 70))
+    documents = tensors(device, dtype, batch=1, lengths=70)
     first, end = on(device, random(2, 4, 70, 90))
     cu_seqlens = torch.tensor([0, 20, 20, 60], device=device)
     plain, blocks = coin(1, 4, 70, 90, device=device), coin(1, 4, 2, 2, device=device)
@@ -519,12 +515,8 @@ def test_compiled(functions, device):
         own = varlen(query, key, value, cu_seqlens, causal=True, window=(30, 0))
         return packed[0].transpose(0, 1) + own
 
-    for function, inputs in (
-        (of_scores, [scores]),
-        (of_query, given),
-        (of_masks, given),
-        (of_documents, documents),
-    ):
+    calls = {of_scores: [scores], of_query: given, of_masks: given, of_documents: documents}
+    for function, inputs in calls.items():
         torch.compiler.reset()
         leaves = [each.detach().requires_grad_() for each in inputs]
         close = functools.partial(torch.testing.assert_close, **closeness(device))
@@ -559,13 +551,10 @@ def test_builders_compile_once_for_all_lengths(device):
 
 def bounds_of(visible, b, m, n):
     """The keys that each query of each batch sees."""
-    shape = (b, 1, m)
-    first, end = visible
-    first = torch.zeros(shape) if first is None else first.cpu().expand(shape)
-    end = torch.full(shape, n) if end is None else end.cpu().expand(shape)
+    excluded = mask_of(visible, n).cpu().expand(b, 1, m, n)[:, 0].tolist()
     return [
-        [{j for j in range(n) if first[i, 0, q] <= j < end[i, 0, q]} for q in range(m)]
-        for i in range(b)
+        [{j for j, is_hidden in enumerate(row) if not is_hidden} for row in rows]
+        for rows in excluded
     ]
 
 
@@ -577,9 +566,7 @@ def check_kind(visible, shape, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(
-    "lengths", [[], [0], [5], [1, 1, 1], [0, 3, 0, 0, 4, 0], [2, 7, 1]], ids=str
-)
+@pytest.mark.parametrize("lengths", [[], [0], [5], 3 * [1], [0, 3, 0, 0, 4, 0], [2, 7, 1]], ids=str)
 def test_packed(lengths, dtype, device):
     for surplus in (0, 2):
         tokens = sum(lengths) + surplus
@@ -653,10 +640,8 @@ def test_prefix(device):
     n = torch.tensor([0, 3, 9])
     found = ranges.prefix(n.to(device), 5)
     check_kind(found, (3, 1, 5), device)
-    expected = [
-        [{j for j in range(5) if j < length or j <= i} for i in range(5)] for length in n.tolist()
-    ]
-    assert bounds_of(found, 3, 5, 5) == expected
+    seen = ((max(length, i + 1) for i in range(5)) for length in n.tolist())
+    assert bounds_of(found, 3, 5, 5) == [[{*range(min(end, 5))} for end in ends] for ends in seen]
 
 
 @pytest.mark.gpu
@@ -679,9 +664,8 @@ def test_builders_do_not_ask_the_device():
         )
         for visible in made:
             megasoftmax.attention(query, query, query, visible=visible).sum().backward()
-        megasoftmax.attention_varlen(
-            tokens, tokens, tokens, cu_seqlens, causal=True
-        ).sum().backward()
+        output = megasoftmax.attention_varlen(tokens, tokens, tokens, cu_seqlens, causal=True)
+        output.sum().backward()
 
     call()
     torch.cuda.synchronize()
@@ -761,37 +745,28 @@ def test_varlen(documents, options, device):
     cu_seqlens_k = None if of_keys is None else offsets(of_keys).to(device).long()
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     tokens, key_tokens = sum(of_queries) + 2, sum(of_queries if of_keys is None else of_keys) + 2
+    shapes = ((tokens, 4, 16), (key_tokens, 2, 16), (key_tokens, 2, 8))
     inputs = [
-        normal(length, heads, dim, device=device, dtype=dtype, seed=i).requires_grad_()
-        for i, (length, heads, dim) in enumerate(
-            ((tokens, 4, 16), (key_tokens, 2, 16), (key_tokens, 2, 8))
-        )
+        normal(*shape, device=device, dtype=dtype, seed=i).requires_grad_()
+        for i, shape in enumerate(shapes)
     ]
     if given.pop("sink", False):
         given["sink"] = normal(4, device=device, dtype=torch.float32, seed=9).requires_grad_()
         inputs.append(given["sink"])
-    output, lse = megasoftmax.attention_varlen(
-        *inputs[:3],
-        cu_seqlens_q,
-        cu_seqlens_k,
-        **given,
-        return_lse=True,
-        fused=True if device == "cuda" else None,
-    )
+    call = (*inputs[:3], cu_seqlens_q, cu_seqlens_k)
+    options = given | {"return_lse": True, "fused": True if device == "cuda" else None}
+    output, lse = megasoftmax.attention_varlen(*call, **options)
     assert output.is_contiguous()
     assert output.shape == (tokens, 4, 8)
     lengths = (of_queries, of_queries if of_keys is None else of_keys)
     expected = by_loop(*inputs[:3], lengths, **given)
     tolerance = {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close((output, lse), expected, check_dtype=False, **tolerance)
-    found = [
-        torch.autograd.grad(
-            each[0].double().sin().sum() + each[1].nan_to_num(neginf=0).double().sin().sum(),
-            inputs,
-            allow_unused=True,
-        )
-        for each in ((output, lse), expected)
-    ]
+    losses = (
+        one.double().sin().sum() + other.nan_to_num(neginf=0).double().sin().sum()
+        for one, other in ((output, lse), expected)
+    )
+    found = [torch.autograd.grad(loss, inputs, allow_unused=True) for loss in losses]
     for actual, wanted in zip(*found, strict=True):
         wanted = torch.zeros_like(actual) if wanted is None else wanted
         torch.testing.assert_close(actual, wanted, **tolerance)
@@ -800,12 +775,11 @@ def test_varlen(documents, options, device):
 def test_why_varlen_is_not_fused(device):
     given = [normal(7, 2, dim, device=device, dtype=torch.float16) for dim in (512, 512, 64)]
     cu_seqlens = torch.tensor([0, 3, 7], device=device)
-    reasons = megasoftmax.why_not_fused(
-        megasoftmax.attention_varlen, *given, cu_seqlens, causal=True, sink=0.5
-    )
+    varlen = megasoftmax.attention_varlen
+    reasons = megasoftmax.why_not_fused(varlen, *given, cu_seqlens, causal=True, sink=0.5)
     assert "head dimension of query and key" in [each.constraint for each in reasons]
     with pytest.raises(ValueError, match=r"fused: cannot be True here\. .*head dimension of query"):
-        megasoftmax.attention_varlen(*given, cu_seqlens, fused=True)
+        varlen(*given, cu_seqlens, fused=True)
 
 
 @pytest.mark.parametrize("lengths", [[5, 0, 7, 2], []], ids=str)
@@ -816,9 +790,9 @@ def test_varlen_with_a_relative_bias(columns, lengths, device):
     tokens = sum(lengths)
     given = [normal(tokens, 4, 16, device=device, dtype=dtype, seed=i) for i in range(3)]
     table = normal(4, columns, device=device, dtype=dtype, seed=5).requires_grad_()
-    output = megasoftmax.attention_varlen(
-        *given, offsets(lengths).to(device), bias=RelativeBias(table), causal=True
-    )
+    given_with_offsets = (*given, offsets(lengths).to(device))
+    bias = RelativeBias(table)
+    output = megasoftmax.attention_varlen(*given_with_offsets, bias=bias, causal=True)
     assert output.shape == (tokens, 4, 16)
     if not lengths:
         return
@@ -874,7 +848,7 @@ def test_tile_mask(kind, device):
     for lengths in (*EDGES, *LARGE) if device == "cuda" else on_cpu:
         mask = MASKS[kind](*lengths, device)
         dtype = dtypes_on(device)[-1]
-        q, k, v = tensors(device, dtype, lengths=lengths, dims=(64, 64))
+        q, k, v = tensors(device, dtype, lengths=lengths, dims=64)
         for limits in ({}, {"causal": True}, {"visible": on(device, random(2, 4, *lengths))}):
             check_attention(q, k, v, mask=mask, **limits, what=f"{lengths}")
 
@@ -883,7 +857,7 @@ def test_tile_mask(kind, device):
 def test_tile_mask_of_any_head_dimension(dim, device):
     for lengths in ((65, 129), (200, 257)):
         for kind in ("blocks of 64", "blocks of 128", "plain"):
-            q, k, v = tensors(device, dtypes_on(device)[-1], lengths=lengths, dims=(dim, dim))
+            q, k, v = tensors(device, dtypes_on(device)[-1], lengths=lengths, dims=dim)
             bias = normal(1, 4, *lengths, device=device, dtype=q.dtype, seed=4).requires_grad_()
             check_attention(q, k, v, mask=MASKS[kind](*lengths, device), bias=bias, what=kind)
 
@@ -900,7 +874,7 @@ def test_to_mask(kind, device):
 @pytest.mark.parametrize("kind", MASKS)
 def test_tile_mask_is_the_plain_mask(kind):
     """The same bits, from the first call and from those that have the note."""
-    q, k, v = tensors("cuda", torch.bfloat16, lengths=(200, 400), dims=(64, 64))
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=(200, 400), dims=64)
     mask = MASKS[kind](200, 400, "cuda")
     attention = functools.partial(megasoftmax.attention, q, k, v, fused=True, return_lse=True)
     expected = attention(mask=mask.to_mask(200, 400))
@@ -913,7 +887,7 @@ def test_tile_mask_is_the_plain_mask(kind):
 @pytest.mark.gpu
 def test_bytes_of_a_mask():
     """What is not 0 excludes, not 1 alone."""
-    q, k, v = tensors("cuda", torch.bfloat16, lengths=(200, 400), dims=(64, 64))
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=(200, 400), dims=64)
     numbers = 64 * torch.randint(4, (2, 1, 200, 400), device="cuda", dtype=torch.uint8)
     attention = functools.partial(megasoftmax.attention, q, k, v, fused=True)
     assert torch.equal(attention(mask=numbers.view(torch.bool)), attention(mask=numbers != 0))
@@ -923,7 +897,7 @@ def test_bytes_of_a_mask():
 def test_notes_serve_later_gradients():
     """Those made in inference mode too; and few queries need none."""
     mask = MASKS["blocks of 64"](130, 200, "cuda")
-    q, k, v = tensors("cuda", torch.bfloat16, lengths=(130, 200), dims=(64, 64))
+    q, k, v = tensors("cuda", torch.bfloat16, lengths=(130, 200), dims=64)
     with torch.inference_mode():
         megasoftmax.attention(q[:, :, :16], k, v, mask=TileMask(coin(16, 200, device="cuda")))
         megasoftmax.attention(q, k, v, mask=mask)
@@ -996,17 +970,23 @@ def of_attention(lengths=(5, 6), **arguments):
     return lambda: megasoftmax.attention(*tensors("cpu", lengths=lengths), **arguments)
 
 
-def of_varlen(*offsets_of, shapes=3 * ((7, 2, 8),), **arguments):
+def blocks_of(*shape, device="cpu"):
+    return TileMask.from_blocks(torch.zeros(shape, dtype=torch.bool, device=device), 64)
+
+
+def of_varlen(*offsets_of, query=(7, 2, 8), key=(7, 2, 8), value=(7, 2, 8), **arguments):
     def call():
-        given = (normal(*shape, device="cpu") for shape in shapes)
+        given = (normal(*shape, device="cpu") for shape in (query, key, value))
         return megasoftmax.attention_varlen(*given, *offsets_of, **arguments)
 
     return call
 
 
 FIVE = torch.ones(5, dtype=torch.int32)
+OF_FOUR, BITS = FIVE.expand(1, 2, 4, 5), FIVE.bool()
 CU = torch.tensor([0, 3, 7])
-TABLE = torch.zeros(2, 13)
+TABLE, ROWS = torch.zeros(2, 13), torch.zeros(4, 5)
+LONG, BLOCKS = (70, 130), "mask: expected blocks of 64 "
 REFUSED = [
     *(
         case
@@ -1016,51 +996,31 @@ REFUSED = [
             (call(visible=(FIVE,)), ValueError, r"visible: expected .* got 1 elements"),
             (call(visible=(0, None)), TypeError, r"visible\[0\]: expected None or a tensor .* int"),
             (call(visible=(FIVE, FIVE.float())), TypeError, r"visible\[1\]: .* torch.float32"),
-            (call(visible=(FIVE.bool(), None)), TypeError, r"visible\[0\]: .* int32 or int64, got"),
+            (call(visible=(BITS, None)), TypeError, r"visible\[0\]: .* int32 or int64, got"),
             (call(visible=(None, FIVE[:3])), ValueError, r"visible\[1\]: .* broadcasts to \(2, 4"),
             (call(visible=(FIVE.view(5, 1), None)), ValueError, r"visible\[0\]: .*, got \(5, 1\)"),
-            (
-                call(visible=(FIVE.expand(1, 2, 4, 5), None)),
-                ValueError,
-                r"visible\[0\]: .* got \(1, 2, 4, 5\)",
-            ),
+            (call(visible=(OF_FOUR, None)), ValueError, r"visible\[0\]: .* got \(1, 2, 4, 5\)"),
             (call(visible=(FIVE.to("meta"), None)), ValueError, r"visible\[0\]: expected device"),
         )
     ),
     (of_softmax(visible=(None, FIVE), dim=1), ValueError, "visible: expected only over the last"),
     (lambda: megasoftmax.softmax(torch.zeros(3), visible=(FIVE, None)), ValueError, "visible"),
-    (
-        lambda: softmax_backward(torch.zeros(4, 5), torch.zeros(4, 5), visible=(FIVE, None)),
-        ValueError,
-        r"visible\[0\]",
-    ),
+    (lambda: softmax_backward(*2 * [ROWS], visible=(FIVE, None)), ValueError, r"visible\[0\]"),
     (lambda: TileMask(FIVE), TypeError, "mask: expected a bool tensor, True = excluded, got a t"),
-    (
-        lambda: TileMask.from_blocks(FIVE.bool(), 64),
-        ValueError,
-        r"blocks: expected \[\.\.\., query",
-    ),
+    (lambda: TileMask.from_blocks(BITS, 64), ValueError, r"blocks: expected \[\.\.\., query"),
     (lambda: TileMask.from_blocks([True], 64), TypeError, "blocks: expected a bool tensor, .* li"),
-    (lambda: TileMask.from_blocks(FIVE.bool()[None], 96), ValueError, "size: expected a multip"),
-    (lambda: TileMask.from_blocks(FIVE.bool()[None], 0), ValueError, "size: .*from 64 on, got 0"),
-    (lambda: TileMask.from_blocks(FIVE.bool()[None], 64.0), TypeError, "size: .* got float"),
-    (of_softmax(mask=TileMask(FIVE.bool())), TypeError, "mask: expected a bool tensor, .* TileM"),
-    (of_attention(mask=TileMask(FIVE.bool())), ValueError, r"mask: expected a shape that broadca"),
+    (lambda: TileMask.from_blocks(BITS[None], 96), ValueError, "size: expected a multip"),
+    (lambda: TileMask.from_blocks(BITS[None], 0), ValueError, "size: .*from 64 on, got 0"),
+    (lambda: TileMask.from_blocks(BITS[None], 64.0), TypeError, "size: .* got float"),
+    (of_softmax(mask=TileMask(BITS)), TypeError, "mask: expected a bool tensor, .* TileM"),
+    (of_attention(mask=TileMask(BITS)), ValueError, r"mask: expected a shape that broadca"),
     (
-        of_attention((70, 130), mask=TileMask.from_blocks(torch.zeros(1, 3).bool(), 64)),
+        of_attention(LONG, mask=blocks_of(1, 3)),
         ValueError,
-        r"mask: expected blocks of 64 that broadcast to \(2, 4, 2, 3\), .* got \(1, 3\)",
+        rf"{BLOCKS}that broadcast to \(2, 4, 2, 3\), .* got \(1, 3\)",
     ),
-    (
-        of_attention((70, 130), mask=TileMask.from_blocks(torch.zeros(3, 2, 3).bool(), 64)),
-        ValueError,
-        r"mask: expected blocks of 64 .* got \(3, 2, 3\)",
-    ),
-    (
-        of_attention(mask=TileMask.from_blocks(torch.zeros(1, 1).bool().to("meta"), 64)),
-        ValueError,
-        "mask: expected device cpu",
-    ),
+    (of_attention(LONG, mask=blocks_of(3, 2, 3)), ValueError, rf"{BLOCKS}.* got \(3, 2, 3\)"),
+    (of_attention(mask=blocks_of(1, 1, device="meta")), ValueError, "mask: expected device cpu"),
     (of_varlen(CU.float()), TypeError, "cu_seqlens_q: expected a tensor of int32 or int64, got a"),
     (of_varlen([0, 7]), TypeError, "cu_seqlens_q: .* got list"),
     (of_varlen(CU[None]), ValueError, r"cu_seqlens_q: expected \[documents \+ 1\], got .*\(1, 3\)"),
@@ -1071,17 +1031,13 @@ REFUSED = [
     (of_varlen(CU, CU[:2]), ValueError, "cu_seqlens_k: expected 3 entries, as cu_seqlens_q, got 2"),
     (of_varlen(CU, CU + 1), ValueError, "cu_seqlens_k: expected offsets that begin at 0"),
     (of_varlen(CU.to("meta")), ValueError, "cu_seqlens_q: expected device cpu"),
+    (of_varlen(CU, query=(1, 7, 2, 8)), ValueError, r"query: expected \[tokens, heads, dim\]"),
     (
-        of_varlen(CU, shapes=((1, 7, 2, 8), (7, 2, 8), (7, 2, 8))),
-        ValueError,
-        r"query: expected \[tokens, heads, dim\]",
-    ),
-    (
-        of_varlen(CU, shapes=((7, 2, 8), (7, 2), (7, 2, 8))),
+        of_varlen(CU, key=(7, 2)),
         ValueError,
         r"key: expected \[tokens, key_heads, dim\], got shape \(7, 2\)",
     ),
-    (of_varlen(CU, shapes=((7, 2, 8), (7, 2, 9), (7, 2, 8))), ValueError, "key: expected shape"),
+    (of_varlen(CU, key=(7, 2, 9)), ValueError, "key: expected shape"),
     (of_varlen(CU, window=(-2, 0)), ValueError, "window"),
     (of_varlen(CU, causal=1), TypeError, "causal: expected a bool, got int"),
     (of_varlen(CU, bias=TABLE), TypeError, "bias: expected None or a RelativeBias, got a tensor"),
@@ -1096,7 +1052,7 @@ REFUSED = [
         "bias: expected one cu_seqlens for queries and keys, .* got two tensors",
     ),
     (
-        of_varlen(CU, bias=RelativeBias(TABLE), shapes=((7, 2, 8), (9, 2, 8), (9, 2, 8))),
+        of_varlen(CU, bias=RelativeBias(TABLE), key=(9, 2, 8), value=(9, 2, 8)),
         ValueError,
         "bias: expected as many keys as queries, 7, got 9",
     ),
