@@ -117,9 +117,8 @@ def test_with_a_bias_or_a_softcap_rows_have_scales_too(device):
     for options in ({"bias": bias.requires_grad_()}, {"softcap": 1.5}):
         function = functools.partial(megasoftmax.softmax_topk, fused=False)
         oracle_topk.check(function, logits, 5, scale=scale, **options)
-        reasons = megasoftmax.why_not_fused(
-            megasoftmax.softmax_topk, logits, 5, scale=scale, **options
-        )
+        call = (megasoftmax.softmax_topk, logits, 5)
+        reasons = megasoftmax.why_not_fused(*call, scale=scale, **options)
         assert any("scale with a bias or a softcap" in str(reason) for reason in reasons)
 
 
@@ -188,11 +187,8 @@ def test_split_vocabulary(group_of_one):
         found = megasoftmax.softmax_topk(logits, 9, **options, group=group_of_one)
         wanted = megasoftmax.softmax_topk(logits, 9, **options)
         torch.testing.assert_close(found, wanted)
-        gradients = [
-            torch.autograd.grad((p.square().sum() + lse.sum()), logits)[0]
-            for p, _, lse in (found, wanted)
-        ]
-        torch.testing.assert_close(*gradients)
+        losses = (p.square().sum() + lse.sum() for p, _, lse in (found, wanted))
+        torch.testing.assert_close(*(torch.autograd.grad(loss, logits) for loss in losses))
 
 
 def test_vmap(device):
@@ -273,17 +269,14 @@ def definition(p: Tensor, indices: Tensor, numbers: Tensor) -> Tensor:
     return indices.gather(-1, at.clamp(max=p.shape[-1] - 1)).squeeze(-1)
 
 
+SHAPES_AND_K = [((2, 3, 37), 9), ((150, 256), 8), ((5, 5003), 64), ((1, 50257), 200), ((9,), 9)]
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_sample(dtype, device):
     if dtype == torch.float64 and device == "cuda":
         pytest.skip("not for the kernels")
-    for shape, k in (
-        ((2, 3, 37), 9),
-        ((150, 256), 8),
-        ((5, 5003), 64),
-        ((1, 50257), 200),
-        ((9,), 9),
-    ):
+    for shape, k in SHAPES_AND_K:
         logits = 2 * normal(*shape, device=device, dtype=dtype)
         rows = shape[:-1]
         for of_rows in (False, True):
@@ -296,11 +289,11 @@ def test_sample(dtype, device):
                     "mask": coin(shape[-1], device=device),
                 }
             seed = torch.tensor([11], device=device)
-            sample = on(megasoftmax.sample, device)
-            drawn, p, indices = sample(logits, k, **given, seed=seed, return_probabilities=True)
-            wanted, same = on(megasoftmax.softmax_topk, device)(
-                logits, k, **given, renormalize=True, dtype=p.dtype
+            sample, topk = (
+                on(each, device) for each in (megasoftmax.sample, megasoftmax.softmax_topk)
             )
+            drawn, p, indices = sample(logits, k, **given, seed=seed, return_probabilities=True)
+            wanted, same = topk(logits, k, **given, renormalize=True, dtype=p.dtype)
             torch.testing.assert_close(p, wanted)
             assert torch.equal(indices, same)
             numbers = reference.uniform(seed, logits.shape[:-1].numel()).view(rows)
@@ -414,10 +407,8 @@ def test_sample_compiled(device):
     ],
 )
 def test_errors_of_sample(given, error, message):
-    for function in (
-        megasoftmax.sample,
-        functools.partial(megasoftmax.why_not_fused, megasoftmax.sample),
-    ):
+    asked = functools.partial(megasoftmax.why_not_fused, megasoftmax.sample)
+    for function in (megasoftmax.sample, asked):
         with pytest.raises(error, match=message):
             function(torch.zeros(2, 9), **({"k": 3} | given))
 
