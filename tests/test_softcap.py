@@ -3,10 +3,13 @@
 Those of rings and of split vocabularies are cases of test_distributed.py and test_vocabulary.py.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import op_checks
 import oracle
 import oracle_attention
 import oracle_topk
@@ -17,9 +20,11 @@ from inputs import (
     attention_on,
     bits_equal,
     coin,
+    deterministic,
     gpu_with_all_kernels,
     normal,
     on_all_kernels,
+    tensors,
 )
 from torch import Tensor
 
@@ -46,6 +51,10 @@ def fused_on(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     return lambda *tensors, **given: function(*tensors, **given, fused=device != "cpu" or None)
 
 
+def _ends(most: int, shape: tuple[int, ...], device: str) -> Tensor:
+    return torch.randint(0, most + 1, shape, device=device).int()
+
+
 # Rows
 
 ROWS: dict[str, Callable[[tuple[int, ...], str, torch.dtype], dict[str, Any]]] = {
@@ -66,7 +75,7 @@ ROWS: dict[str, Callable[[tuple[int, ...], str, torch.dtype], dict[str, Any]]] =
     },
     "sink": lambda shape, device, dtype: {
         "sink": normal(shape[1], device=device, seed=3).requires_grad_(),
-        "visible": (None, torch.randint(0, shape[3] + 2, shape[:3], device=device).int()),
+        "visible": (None, _ends(shape[3] + 1, shape[:3], device)),
     },
     "sinks far off": lambda shape, device, dtype: {
         "sink": torch.tensor([120.0, 60.0, -120.0], device=device).requires_grad_(),
@@ -148,38 +157,33 @@ def test_topk(given: dict[str, Any], dtype: torch.dtype, softcap: float, device:
 # Attention
 
 
-def _table(m: int, n: int, device: str, dtype: torch.dtype) -> RelativeBias:
-    return RelativeBias(normal(4, m + n - 1, device=device, dtype=dtype, seed=4).requires_grad_())
-
-
+# -2 stands for the number of queries, -1 for that of keys, 0 for that of their distances.
 BIASES: dict[str, tuple[int, ...]] = {
     "dense": (2, 4, -2, -1),
     "shared": (1, 4, -2, -1),
     "of keys": (2, 1, 1, -1),
     "of queries": (1, 4, -2, 1),
+    "table": (4, 0),
 }
+
+
+def _sink(device: str) -> Tensor:
+    return normal(4, device=device, seed=5).requires_grad_()
+
+
 OPTIONS: dict[str, Callable[[int, int, str], dict[str, Any]]] = {
     "plain": lambda m, n, device: {},
     "causal": lambda m, n, device: {"causal": True},
     "window": lambda m, n, device: {"window": (20, 3)},
     "mask": lambda m, n, device: {"mask": coin(2, 1, m, n, device=device)},
     "mask of keys": lambda m, n, device: {"mask": coin(2, 1, 1, n, device=device)},
-    "ranges": lambda m, n, device: {
-        "visible": (None, torch.randint(0, n + 1, (2, 1, m), device=device).int())
-    },
-    "sink": lambda m, n, device: {
-        "sink": normal(4, device=device, seed=5).requires_grad_(),
-        "causal": True,
-    },
+    "ranges": lambda m, n, device: {"visible": (None, _ends(n, (2, 1, m), device))},
+    "sink": lambda m, n, device: {"sink": _sink(device), "causal": True},
 }
 
 
 def states(m: int, n: int, dim: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return (
-        normal(2, 4, m, dim, device=device, dtype=dtype, seed=1),
-        normal(2, 2, n, dim, device=device, dtype=dtype, seed=2),
-        normal(2, 2, n, dim, device=device, dtype=dtype, seed=3),
-    )
+    return tensors(device, dtype, lengths=(m, n), dims=dim)
 
 
 def dims_on(device: str, dtype: torch.dtype) -> list[int]:
@@ -200,36 +204,28 @@ def test_attention(case: str, dtype: torch.dtype, softcap: float, device: str) -
     for dim in dims_on(device, dtype):
         for m, n in LENGTHS[device]:
             given = OPTIONS[case](m, n, device) | {"softcap": softcap, "scale": 0.5}
-            tensors = states(m, n, dim, device, dtype)
-            oracle_attention.check(function, *tensors, **given, what=f"{m} x {n} x {dim}")
+            given |= {"what": f"{m} x {n} x {dim}"}
+            oracle_attention.check(function, *states(m, n, dim, device, dtype), **given)
 
 
 @on_all_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_float", [False, True])
-@pytest.mark.parametrize("case", [*BIASES, "table"])
+@pytest.mark.parametrize("case", BIASES)
 @pytest.mark.parametrize("in_order", [False, True])
 def test_attention_with_a_bias(
     case: str, is_float: bool, dtype: torch.dtype, in_order: bool, device: str
 ) -> None:
     """Its gradient is that of logits, and that of queries and keys is another."""
     function = attention_on(device, dtype)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(in_order, warn_only=True)
-    try:
-        for dim in dims_on(device, dtype):
-            for m, n in LENGTHS[device]:
-                of_bias = torch.float32 if is_float else dtype
-                if case == "table":
-                    bias: Any = _table(m, n, device, of_bias)
-                else:
-                    sizes = [{-1: n, -2: m}.get(size, size) for size in BIASES[case]]
-                    bias = normal(*sizes, device=device, dtype=of_bias, seed=4).requires_grad_()
-                given = {"bias": bias, "softcap": 2.0, "scale": 0.5, "causal": n > m}
-                tensors = states(m, n, dim, device, dtype)
-                oracle_attention.check(function, *tensors, **given, what=f"{m} x {n} x {dim}")
-    finally:
-        torch.use_deterministic_algorithms(before)
+    of_bias = torch.float32 if is_float else dtype
+    for dim, (m, n) in itertools.product(dims_on(device, dtype), LENGTHS[device]):
+        sizes = [{-1: n, -2: m, 0: m + n - 1}.get(size, size) for size in BIASES[case]]
+        bias: Any = normal(*sizes, device=device, dtype=of_bias, seed=4).requires_grad_()
+        given = {"bias": RelativeBias(bias) if case == "table" else bias, "causal": n > m}
+        given |= {"softcap": 2.0, "scale": 0.5, "what": f"{m} x {n} x {dim}"}
+        with deterministic(in_order, warn_only=True):
+            oracle_attention.check(function, *states(m, n, dim, device, dtype), **given)
 
 
 @gpu_with_all_kernels
@@ -241,10 +237,8 @@ def test_kernels_drop_what_the_reference_drops(softcap: float, dtype: torch.dtyp
         q, k, v = (each.requires_grad_() for each in states(65, 130, dim, "cuda", dtype))
         for bias in (None, normal(1, 4, 65, 130, device="cuda", dtype=dtype, seed=4)):
             options = {"softcap": softcap, "dropout": 0.3, "seed": seed, "bias": bias}
-            found = [
-                attention(q, k, v, **options, fused=fused, return_lse=True)
-                for fused in (True, False)
-            ]
+            call = functools.partial(attention, q, k, v, **options, return_lse=True)
+            found = [call(fused=fused) for fused in (True, False)]
             grads = [torch.autograd.grad(output.sum(), (q, k, v)) for output, _ in found]
             tolerance = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
             for actual, wanted in zip((*found[0], *grads[0]), (*found[1], *grads[1]), strict=True):
@@ -324,8 +318,8 @@ def test_0_is_none(none: float | None, device: str) -> None:
     scores = normal(2, 3, 40, device=device)
     assert bits_equal(softmax(scores, softcap=none), softmax(scores))
     assert bits_equal(softmax_topk(scores, 3, softcap=none)[0], softmax_topk(scores, 3)[0])
-    tensors = states(5, 7, 8, device, torch.float32)
-    assert bits_equal(attention(*tensors, softcap=none), attention(*tensors))
+    given = states(5, 7, 8, device, torch.float32)
+    assert bits_equal(attention(*given, softcap=none), attention(*given))
 
 
 def test_large_softcap_changes_little(device: str) -> None:
@@ -414,23 +408,23 @@ def test_second_derivatives() -> None:
 
         assert torch.autograd.gradcheck(topk, (scores, bias))
         assert torch.autograd.gradgradcheck(topk, (scores, bias))
-    tensors = [each.double().requires_grad_() for each in states(3, 4, 8, "cpu", torch.float32)]
+    inputs = [each.requires_grad_() for each in states(3, 4, 8, "cpu", torch.float64)]
     of_pairs = torch.randn(4, 3, 4, dtype=torch.float64, requires_grad=True)
 
     def attend(*given: Tensor) -> Any:
         return attention(*given[:3], bias=given[3], softcap=1.5, causal=True, return_lse=True)
 
-    assert torch.autograd.gradcheck(attend, (*tensors, of_pairs))
-    assert torch.autograd.gradgradcheck(attend, (*tensors, of_pairs))
+    assert torch.autograd.gradcheck(attend, (*inputs, of_pairs))
+    assert torch.autograd.gradgradcheck(attend, (*inputs, of_pairs))
 
 
 def _functions(device: str) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
     scores = normal(3, 2, 4, 40, device=device)
-    tensors = [each.unsqueeze(0).repeat(3, 1, 1, 1, 1) for each in states(5, 7, 8, device, FLOAT)]
+    qkv = [each.unsqueeze(0).repeat(3, 1, 1, 1, 1) for each in states(5, 7, 8, device, FLOAT)]
     return {
         "softmax": (lambda s: softmax(s, softcap=1.5, causal=True), (scores,)),
         "softmax_topk": (lambda s: softmax_topk(s, 3, softcap=1.5)[0], (scores,)),
-        "attention": (lambda q, k, v: attention(q, k, v, softcap=1.5), tuple(tensors)),
+        "attention": (lambda q, k, v: attention(q, k, v, softcap=1.5), tuple(qkv)),
     }
 
 
@@ -439,29 +433,22 @@ FLOAT = torch.float32
 
 @pytest.mark.parametrize("name", ["softmax", "softmax_topk", "attention"])
 def test_vmap(name: str, device: str) -> None:
-    function, tensors = _functions(device)[name]
+    function, given = _functions(device)[name]
 
-    def gradients(*given: Tensor) -> tuple[Tensor, ...]:
-        every = tuple(range(len(given)))
-        return torch.func.grad(lambda *t: function(*t).square().sum(), every)(*given)
-
-    batched = torch.func.vmap(gradients)(*tensors)
-    for i in range(3):
-        single = gradients(*(each[i] for each in tensors))
-        for actual, expected in zip(batched, single, strict=True):
-            torch.testing.assert_close(actual[i], expected)
+    every = tuple(range(len(given)))
+    gradients = torch.func.grad(lambda *inputs: function(*inputs).square().sum(), every)
+    op_checks.check_vmap(gradients, given, [0] * len(given))
 
 
 @pytest.mark.parametrize("name", ["softmax", "softmax_topk", "attention"])
 def test_compile_and_export(name: str, device: str) -> None:
-    function, tensors = _functions(device)[name]
-    leaves = tuple(each.requires_grad_() for each in tensors)
+    function, given = _functions(device)[name]
+    leaves = tuple(each.requires_grad_() for each in given)
     expected = function(*leaves)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
     torch.testing.assert_close(compiled, expected)
-    found, wanted = (
-        torch.autograd.grad(output.square().sum(), leaves) for output in (compiled, expected)
-    )
+    losses = (output.square().sum() for output in (compiled, expected))
+    found, wanted = (torch.autograd.grad(loss, leaves) for loss in losses)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
     class Module(torch.nn.Module):
@@ -497,10 +484,8 @@ def test_modules(device: str) -> None:
     torch.testing.assert_close(module(q, k, v), attention(q, k, v, softcap=1.5, causal=True))
     scores = normal(2, 3, 5, 7, device=device)
     for fusion in (True, False):
-        options = (False, False, "causal", fusion, torch.Tensor.masked_fill, True, 0.7, None)
-        module = FusedScaleMaskSoftmax(
-            *options[:4], lambda s, m: s.masked_fill(m, -INF), *options[5:], softcap=1.5
-        )
+        options = (False, False, "causal", fusion, lambda s, m: s.masked_fill(m, -INF), True, 0.7)
+        module = FusedScaleMaskSoftmax(*options, None, softcap=1.5)
         expected = softmax(scores, scale=0.7, softcap=1.5, causal=True)
         torch.testing.assert_close(module(scores, None), expected)
         assert "softcap=1.5" in repr(module)
@@ -522,12 +507,8 @@ def test_explain() -> None:
     assert masked.kind == "bias or ragged mask"
     one = explain(64, 2048, torch.bfloat16, softcap=True, backward=True)
     two = explain(64, 2048, torch.bfloat16, softcap=True, backward=True, bias_gradient=True)
-    assert (one.kind, one.launches, two.kind, two.launches) == (
-        "contiguous",
-        1,
-        "dropped bias gradient",
-        2,
-    )
+    assert (one.kind, one.launches) == ("contiguous", 1)
+    assert (two.kind, two.launches) == ("dropped bias gradient", 2)
     assert (one.bytes_written, two.bytes_written) == (2**18, 3 * 2**18)
     assert two.reasons[-1].endswith("another launch makes that of the scores")
 
@@ -551,9 +532,6 @@ def test_rows_with_a_softcap_alone_have_the_regimes_of_others(
 
 def test_topk_with_a_softcap_alone_has_the_regimes_of_others() -> None:
     for rows, columns in ((64, 128_256), (4096, 32_000), (1, 151_936)):
-        found, plain = (
-            explain_topk(rows, columns, 50, torch.bfloat16, softcap=softcap)
-            for softcap in (True, False)
-        )
-        assert found == plain
+        call = (rows, columns, 50, torch.bfloat16)
+        assert explain_topk(*call, softcap=True) == explain_topk(*call)
     assert explain_topk(2**20, 128, 8, torch.bfloat16, softcap=True).regime == "block_32"

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import math
-import re
 from random import Random
 
 import oracle
@@ -11,9 +10,10 @@ import oracle_topk
 import pytest
 import torch
 from inputs import DTYPES, DTYPES_OF_KERNELS, PLAIN_TOPK, acted_capability, bits_equal, coin, normal
+from sanitize_cases import table_of
 
 import megasoftmax
-from megasoftmax.build import extension, library
+from megasoftmax.build import library
 from megasoftmax.limits import kernel_limits
 from megasoftmax.reference import topk as reference_topk
 
@@ -171,9 +171,6 @@ def test_gradient_in_a_row_with_nan_reads_no_mask_beside_it():
 @pytest.mark.parametrize("columns", [700, 70001])  # of the short ones most blocks see nothing
 def test_every_regime_selects_the_same(columns, k, dtype):
     binary = ctypes.CDLL(str(library.load().path))
-    header = (extension.CSRC / "topk" / "limits.h").read_text()
-    table = re.search(r"kTopkRegimes\[\] = \{\n(.*?)\n\};", header, re.DOTALL)
-    assert table is not None
     logits = normal(5, columns, device="cuda", dtype=dtype)
     logits[1] = logits[1].round()
     logits[2, 1::7] = NAN
@@ -185,7 +182,7 @@ def test_every_regime_selects_the_same(columns, k, dtype):
     given = (logits, k, -0.5, 0.0, None, None, False, dtype, False, *PLAIN_TOPK)
     wanted, indices, _ = topk_forward(*given)
     major, _ = acted_capability() or torch.cuda.get_device_capability()
-    for regime, name in enumerate(re.findall(r'\{"(\w+)"', table[1])):
+    for regime, (name, *_) in enumerate(table_of("topk/limits.h", "kTopkRegimes")):
         if name.startswith("cluster") and major < 9:
             continue
         binary.megasoftmax_force_topk_regime(regime)
@@ -550,9 +547,8 @@ def test_nan_gradient_of_a_selected_entry_spreads(device):
     *_, d_logits = check(normal(2, 3, 37, device=device), 9, g=g)
     assert d_logits[1, 2].isnan().all()
     assert d_logits.isnan().sum() == 37
-    _, indices, _, d_logits = check(
-        normal(2, 3, 37, device=device), 9, g=g, renormalize=True, lse_gradient=False
-    )
+    options = {"g": g, "renormalize": True, "lse_gradient": False}
+    _, indices, _, d_logits = check(normal(2, 3, 37, device=device), 9, **options)
     assert d_logits[1, 2][indices[1, 2]].isnan().all()
     assert d_logits.isnan().sum() == 9
 
@@ -564,10 +560,9 @@ def test_nothing_is_modified(device):
     g, h = normal(*SHAPE[:-1], 7, device=device, seed=3), normal(*SHAPE[:-1], device=device, seed=4)
     tensors = (logits, bias, mask, g, h)
     before = [tensor.detach().clone() for tensor in tensors]
+    topk = functools.partial(topk_on(device), logits, 7, bias=bias, mask=mask, return_lse=True)
     for renormalize in (False, True):
-        p, _, lse = topk_on(device)(
-            logits, 7, bias=bias, mask=mask, renormalize=renormalize, return_lse=True
-        )
+        p, _, lse = topk(renormalize=renormalize)
         torch.autograd.grad((p, lse), (logits, bias), (g, h))
         torch.testing.assert_close(tensors, before, rtol=0, atol=0)
 
@@ -675,9 +670,8 @@ def test_oracle_agrees_with_autograd():
         lse = z.logsumexp(-1)
         g, h = oracle.random_like(p, 5), oracle.random_like(lse, 6)
         (wanted,) = torch.autograd.grad((p, lse), logits, (g, h), retain_graph=True)
-        expected = oracle_topk.softmax_topk(
-            logits, 6, scale=0.7, mask=mask, bias=bias, renormalize=renormalize
-        )
+        options = {"scale": 0.7, "mask": mask, "bias": bias, "renormalize": renormalize}
+        expected = oracle_topk.softmax_topk(logits, 6, **options)
         assert torch.equal(expected.indices, indices)
         torch.testing.assert_close(expected.probabilities, p.detach())
         torch.testing.assert_close(expected.dense.lse, lse.detach())
