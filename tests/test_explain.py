@@ -38,9 +38,8 @@ BACKWARD, DROPPED_GRADIENT = {"backward": True}, {"dropout": True, "bias_gradien
 def _first_that_serves(
     rows: int, kind: str, vectors: int, *, backward: bool = False, max_cluster: int = 16
 ) -> int:
-    limits = kernel_limits()
-    for index, regime in enumerate(limits.backward if backward else limits.forward):
-        serves = any(kind in limits.kinds[name] for name in regime.serves)
+    for index, regime in enumerate(LIMITS.backward if backward else LIMITS.forward):
+        serves = any(kind in LIMITS.kinds[name] for name in regime.serves)
         is_short = regime.max_vectors is None or vectors <= regime.max_vectors
         has_cluster = regime.blocks_per_row is None or regime.blocks_per_row <= max_cluster
         if serves and is_short and rows >= regime.min_rows and has_cluster:
@@ -135,7 +134,7 @@ def test_contiguous_rows_have_a_warp_for_each_segment(backward: bool) -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_long_rows_are_segments(backward: bool) -> None:
-    constants = kernel_limits().constants
+    constants = LIMITS.constants
     found = explain(8192, 8192, HALF, queries=8192, causal=True, backward=backward)
     assert found.regime.storage == "shared"
     segments = 1024 // constants["kWarpTileVectors"]
@@ -206,10 +205,10 @@ def test_reasons() -> None:
         "there are 500",
     )
     why = {each.index: each.why for each in found.skipped}
-    most = kernel_limits().forward[0].max_vectors
+    most = LIMITS.forward[0].max_vectors
     assert why[0] == f"is not for limited rows; takes at most {most} vectors"
     for index, each in why.items():
-        skipped = kernel_limits().forward[index]
+        skipped = LIMITS.forward[index]
         assert (f"at least {skipped.min_rows:,} rows" in each) == (skipped.min_rows > 500)
     without_clusters = explain(200, 10**5, HALF, max_cluster=2)
     expected = "wants clusters of 4 blocks, the GPU has 2"
@@ -312,12 +311,11 @@ def test_every_regime_serves_some_call(backward: bool) -> None:
 
 def _answers() -> list[Explanation]:
     """Of calls at the edges of the tables."""
-    limits = kernel_limits()
-    regimes = limits.forward + limits.backward
+    regimes = LIMITS.forward + LIMITS.backward
     edges = {regime.max_vectors for regime in regimes if regime.max_vectors is not None}
     fewest = {regime.min_rows for regime in regimes}
     counts = sorted({count - less for count in fewest for less in (0, 1)} | {1})
-    counts = [rows for rows in counts if 0 < rows <= limits.max_index]
+    counts = [rows for rows in counts if 0 < rows <= LIMITS.max_index]
     kinds = ({}, {"masked": True}, {"causal": True, "queries": 1}, {"dropout": True})
     found = []
     for dtype, backward in itertools.product((HALF, FLOAT), (False, True)):

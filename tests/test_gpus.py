@@ -74,7 +74,6 @@ def test_attention_fits(gpu):
         if found.hopper:
             assert major == 9
             continue
-        assert found.shared_bytes is not None
         assert 0 < found.shared_bytes <= shared_bytes
         assert found.tile_head_dim == min(row for row in tables[backward] if row >= dim)
 
