@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from inputs import bits_equal, coin, normal
+from inputs import bits_equal, coin, normal, tensors
 from torch import Tensor
 
 import megasoftmax
@@ -63,9 +63,7 @@ def decoding(device):
 
 def attention_of_documents(device):
     """Of which each launch counts the tiles that its blocks take."""
-    q, k, v = (
-        normal(2, 32, 2048, 128, device=device, dtype=torch.bfloat16, seed=i) for i in range(3)
-    )
+    q, k, v = tensors(device, torch.bfloat16, heads=32, lengths=2048, dims=128)
     offsets = torch.tensor([0, 100, 700, 1500, 2048], device=device)
     options = {"visible": ranges.packed(offsets, 2048), "causal": True, "fused": True}
     return lambda: (megasoftmax.attention(q, k, v, **options),)
@@ -153,9 +151,7 @@ def test_on_two_streams_at_once(make):
 
 def test_in_a_thread_without_a_context():
     """A new thread has none as long as torch has memory at hand; the driver then makes no maps."""
-    q, k, v = (
-        normal(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16, seed=seed) for seed in range(3)
-    )
+    q, k, v = tensors("cuda", torch.bfloat16, batch=1, heads=2, lengths=300, dims=64)
 
     def call():
         return megasoftmax.attention(q, k, v, return_lse=True, fused=True)
