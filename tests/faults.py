@@ -13,6 +13,22 @@ def without(name):
     return call
 
 
+def other_scale(function, *tensors, **given):
+    scale = given.get("scale")
+    return function(*tensors, **(given | {"scale": 1.03 * (0.3 if scale is None else scale)}))
+
+
+def lost_query(function, *tensors, **given):
+    """The last query contributes nothing to gradients."""
+    found = function(*tensors, **given)
+    output, *rest = found if isinstance(found, tuple) else (found,)
+    if output.dim() == 1:  # one query
+        return output.detach() + 0 * tensors[0].sum()
+    counts = torch.arange(output.shape[-2]) < output.shape[-2] - 1
+    output = torch.where(counts[:, None], output, output.detach())
+    return (output, *rest) if rest else output
+
+
 def selection_bias_returned(function, logits, k, **given):
     p, indices, *lse = function(logits, k, **given)
     if given["selection_bias"] is not None:
@@ -43,3 +59,19 @@ def last_of_the_entries(function, *tensors, **given):
     """The last of the K is drawn, whether it keeps a probability or not."""
     _, p, indices = function(*tensors, **given)
     return indices[..., -1], p, indices
+
+
+# Function, fault, and the result that soak must name; check finds each of them too.
+FAULTS = [
+    ("softmax", other_scale, ""),
+    ("softmax_topk", without("mask"), ""),
+    *(("softmax_topk", without(name), "") for name in ("top_k", "top_p", "min_p", "softcap")),
+    ("softmax_topk", without("selection_bias"), "indices"),
+    ("softmax_topk", selection_bias_returned, "probabilities"),
+    ("softmax_topk", higher_index_first, "indices"),
+    ("sample", without("min_p"), "probabilities to draw from"),
+    ("sample", other_seed, "drawn indices"),
+    ("sample", last_of_the_entries, "drawn indices"),
+    ("attention", other_scale, ""),
+    ("attention", without("mask"), ""),
+]

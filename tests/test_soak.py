@@ -9,17 +9,11 @@ from random import Random
 import pytest
 import soak
 import torch
-from faults import (
-    higher_index_first,
-    last_of_the_entries,
-    other_seed,
-    scales_of_one_row,
-    selection_bias_returned,
-    without,
-)
+from faults import FAULTS, lost_query, other_scale, scales_of_one_row
 from soak_cases import FAMILIES, Attention, Bias, Data, Incoming, Layout
 
 import megasoftmax
+from megasoftmax import check
 from megasoftmax.check.cases import USUAL
 
 FIRST = 1000
@@ -40,11 +34,15 @@ def test_seed_fixes_configuration_and_data(family):
     assert first.words != soak.SUITE.attempt(family, FIRST + 1, "cpu").words
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES.values(), *check.SUITE.families.values()],
+    ids=lambda family: f"{family.__module__}, {family.__name__}",
+)
 def test_every_dimension_is_drawn(family):
     """Each field has several values, and None among them where it may be absent."""
     for device in USUAL:
-        cases = [FAMILIES[family].draw(Random(i), USUAL[device]) for i in range(400)]
+        cases = [family.draw(Random(i), USUAL[device]) for i in range(400)]
         for name in vars(cases[0]):
             kinds = {str(getattr(case, name)) for case in cases}
             assert len(kinds) > 1, name
@@ -118,12 +116,6 @@ EQUAL_QUERIES = Attention(
 # Faults
 
 
-def with_other_scale(function, *tensors, **given):
-    if given.get("scale") is not None:
-        given["scale"] *= 1.01
-    return function(*tensors, **given)
-
-
 def with_lost_sum(function, *tensors, **given):
     """The gradient of a bias is that of its first user, times the number of them."""
 
@@ -153,37 +145,13 @@ def with_rounded_gradients(function, *tensors, **given):
     return function(query, key, value, **given)
 
 
-def with_lost_query(function, *tensors, **given):
-    """The last query contributes nothing to gradients."""
-    output, lse = function(*tensors, **given)
-    counts = torch.arange(output.shape[2]) < output.shape[2] - 1
-    return torch.where(counts[:, None], output, output.detach()), lse
-
-
-def with_nothing_excluded(function, *tensors, **given):
-    return function(*tensors, **(given | {"mask": None}))
-
-
 @pytest.mark.parametrize(
     ("function", "fault", "result"),
     [
-        ("softmax", with_other_scale, ""),
+        *FAULTS,
         ("softmax", with_lost_sum, "gradient of bias"),
         ("softmax_topk", with_lost_sum, "gradient of bias"),
-        ("softmax_topk", with_nothing_excluded, ""),
-        ("softmax_topk", without("top_k"), ""),
-        ("softmax_topk", without("top_p"), ""),
-        ("softmax_topk", without("min_p"), ""),
-        ("softmax_topk", without("softcap"), ""),
-        ("softmax_topk", without("selection_bias"), "indices"),
-        ("softmax_topk", selection_bias_returned, "probabilities"),
-        ("softmax_topk", higher_index_first, "indices"),
         ("softmax_topk", scales_of_one_row, ""),
-        ("sample", without("min_p"), "probabilities to draw from"),
-        ("sample", other_seed, "drawn indices"),
-        ("sample", last_of_the_entries, "drawn indices"),
-        ("attention", with_other_scale, ""),
-        ("attention", with_nothing_excluded, ""),
     ],
 )
 def test_fault_is_found_and_reproduced(function, fault, result, capsys, monkeypatch):
@@ -218,7 +186,7 @@ def test_soak_on_gpu(tmp_path):
         assert sum(not outcome.why_not_fused for outcome in outcomes) > 25
 
 
-@pytest.mark.parametrize("fault", [None, with_other_scale, with_lost_query, with_rounded_gradients])
+@pytest.mark.parametrize("fault", [None, other_scale, lost_query, with_rounded_gradients])
 def test_equal_queries_err_alike(fault, monkeypatch):
     if fault is not None:
         faulty = functools.partial(fault, megasoftmax.attention)
