@@ -59,6 +59,41 @@ on_all_kernels = pytest.mark.parametrize(
 )
 
 
+def attention_as_defined(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    excluded: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in float64, by the formula: 0 and -inf where nothing is left.
+
+    Args:
+        excluded: bool; `oracle.excluded_entries` has that of causality and windows.
+        sink: [heads] or [1].
+    """
+    query, key, value = (each.double() for each in (query, key, value))
+    shared = query.shape[-3] // key.shape[-3]
+    key, value = (each.repeat_interleave(shared, -3) for each in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.double()
+    if excluded is not None:
+        scores = scores.masked_fill(excluded, -torch.inf)
+    columns = [scores]
+    if sink is not None:
+        columns.append(sink.double().reshape(-1, 1, 1).expand(*scores.shape[:-1], 1))
+    lse = torch.cat(columns, -1).logsumexp(-1)
+    probabilities = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    return probabilities @ value, lse
+
+
 @contextmanager
 def attention_kernels(kind: str) -> Iterator[None]:
     """Which of KERNELS serve the calls inside, in all threads; "own" is as outside."""

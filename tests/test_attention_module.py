@@ -3,10 +3,11 @@
 import copy
 import math
 
+import oracle
 import pytest
 import torch
-from einops import rearrange, repeat
-from inputs import coin, normal
+from einops import rearrange
+from inputs import attention_as_defined, coin, normal
 
 import megasoftmax
 from megasoftmax import FusedAttention, biases
@@ -55,39 +56,22 @@ def t5_buckets(relative, buckets, max_distance, causal):
 
 
 def plain(attention, query, key, value, bias=None, mask=None):
-    """softmax(scale q k + biases) v in float64, with everything [batch, heads, queries, keys]."""
-    query, key, value = (tensor.double() for tensor in (query, key, value))
+    """The formula in float64, with a bias [..., heads, queries, keys] of all that is added."""
     queries, keys = query.shape[2], key.shape[2]
-    shared = HEADS // KEY_HEADS
-    key, value = (repeat(t, "b hk n x -> b (hk shared) n x", shared=shared) for t in (key, value))
-    scale = HEAD_DIM**-0.5 if attention.scale is None else attention.scale
-    scores = scale * query @ key.transpose(-1, -2)
-
     own = torch.arange(keys - queries, keys, device=query.device)[:, None]
     relative = torch.arange(keys, device=query.device) - own
+    added = torch.zeros(()) if bias is None else bias.double()
     if attention.relative_bias is not None:
         weight, max_distance = attention.relative_bias.double(), attention.max_distance
         buckets = t5_buckets(relative, len(weight), max_distance, attention.causal)
-        scores = scores + rearrange(weight[buckets], "m n heads -> heads m n")
+        added = added + rearrange(weight[buckets], "m n heads -> heads m n")
     if attention.alibi_slopes is not None:
-        scores = scores - attention.alibi_slopes.double()[:, None, None] * relative.abs()
-    if bias is not None:
-        scores = scores + bias.double()
-
-    left, right = attention.window or (-1, -1)
-    right = 0 if attention.causal else right
-    excluded = torch.zeros_like(relative, dtype=torch.bool)
-    if left >= 0:
-        excluded = excluded | (relative < -left)
-    if right >= 0:
-        excluded = excluded | (relative > right)
+        added = added - attention.alibi_slopes.double()[:, None, None] * relative.abs()
+    excluded = oracle.excluded_entries(relative, None, attention.causal, attention.window)
     if mask is not None:
         excluded = excluded | mask
-    scores = scores.masked_fill(excluded, -math.inf)
-    if attention.sink is not None:
-        column = attention.sink.double()[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], -1)
-    return scores.softmax(-1)[..., :keys] @ value
+    options = {"scale": attention.scale, "bias": added, "excluded": excluded}
+    return attention_as_defined(query, key, value, **options, sink=attention.sink)[0]
 
 
 def assert_same(actual, expected, dtype):

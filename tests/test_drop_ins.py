@@ -1,14 +1,14 @@
 """The functions that stand in for torch's scaled_dot_product_attention and for flash-attn's."""
 
 import inspect
-import math
 
 import op_checks
+import oracle
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from inputs import HALVES, bits_equal, coin, deterministic, normal
+from inputs import HALVES, attention_as_defined, bits_equal, coin, deterministic, normal
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
@@ -284,27 +284,17 @@ def formula(
     q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None
 ):
     """Output [batch, queries, heads, dim] and log-sum-exp [batch, heads, queries]."""
-    (_, queries, heads, dim), (keys, key_heads) = q.shape, k.shape[1:3]
-    k, v = (each.repeat_interleave(heads // key_heads, 2) for each in (k, v))
-    scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    i = torch.arange(queries, device=q.device)[:, None]
-    ahead = torch.arange(keys, device=q.device) - (i + keys - queries)
+    queries, keys = q.shape[1], k.shape[1]
+    ahead = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None]
+    options = {
+        "scale": softmax_scale,
+        "softcap": softcap or None,
+        "excluded": oracle.excluded_entries(ahead, None, causal, window_size),
+    }
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes[..., None, None] * ahead.abs()
-    left, right = window_size
-    right = 0 if causal else right
-    hidden = torch.zeros(queries, keys, dtype=torch.bool, device=q.device)
-    if left >= 0:
-        hidden |= ahead < -left
-    if right >= 0:
-        hidden |= ahead > right
-    lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
-    nothing = hidden.all(-1)
-    probabilities = (scores - lse.masked_fill(nothing, 0)[..., None]).exp().masked_fill(hidden, 0)
-    return torch.einsum("bhij,bjhd->bihd", probabilities, v), lse
+        options["bias"] = -alibi_slopes[..., None, None] * (ahead - (keys - queries)).abs()
+    output, lse = attention_as_defined(*(each.transpose(1, 2) for each in (q, k, v)), **options)
+    return output.transpose(1, 2), lse
 
 
 def flash_inputs(device, queries=5, keys=9, dtype=DOUBLE, dim=8):

@@ -2,6 +2,7 @@
 
 import random
 
+import oracle
 import pytest
 import torch
 from inputs import record_calls
@@ -30,27 +31,11 @@ BATCH = 3
 
 def allowed(mask, queries, keys):
     """bool [BATCH, 1, queries, keys], True = keep, of what attention would get."""
-    position = torch.arange(queries)[:, None] + keys - queries
-    key = torch.arange(keys)
-    keep = torch.ones(BATCH, 1, queries, keys, dtype=torch.bool)
-    if mask.excluded is not None:
-        assert mask.excluded.shape == (BATCH, 1, 1, keys)
-        keep &= ~mask.excluded
-    if mask.causal:
-        keep &= key <= position
-    left, right = mask.window or (-1, -1)
-    if left >= 0:
-        keep &= key >= position - left
-    if right >= 0:
-        keep &= key <= position + right
-    first, end = mask.visible or (None, None)
-    for limit in (first, end):
+    assert mask.excluded is None or mask.excluded.shape == (BATCH, 1, 1, keys)
+    for limit in mask.visible or ():
         assert limit is None or limit.dtype == torch.int32
-    if first is not None:
-        keep &= key >= first[..., None]
-    if end is not None:
-        keep &= key < end[..., None]
-    return keep
+    pairs = torch.empty(BATCH, 1, queries, keys)
+    return ~oracle.excluded_entries(pairs, mask.excluded, mask.causal, mask.window, mask.visible)
 
 
 def packed_positions(draw, tokens):

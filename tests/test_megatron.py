@@ -10,11 +10,12 @@ from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import op_checks
+import oracle
 import processes
 import pytest
 import torch
 from einops import einsum, rearrange, repeat
-from inputs import deterministic, record_calls
+from inputs import attention_as_defined, deterministic, record_calls
 
 pytest.importorskip("megatron", reason="needs megatron-core")  # without its own needs it fails
 with warnings.catch_warnings():
@@ -93,31 +94,15 @@ def make_config(**options):
 def expected_attention(
     query, key, value, *, scale, causal=False, window=None, mask=None, bias=None, offset=None
 ):
-    """Of [tokens, batch, heads, head_dim], in float64, without a trick: [tokens, batch, ...]."""
-    query, key, value = query.double(), key.double(), value.double()
-    repeats = query.shape[2] // key.shape[2]
-    key, value = (repeat(each, "n b h x -> n b (h r) x", r=repeats) for each in (key, value))
-    scores = scale * torch.einsum("mbhd,nbhd->bhmn", query, key)
-    if bias is not None:
-        scores = scores + bias.double()
-    left, right = (-1, -1) if window is None else window
-    visible = torch.ones_like(scores, dtype=torch.bool)
-    queries, keys = scores.shape[-2:]
-    for i in range(queries):
-        here = i + keys - queries
-        for j in range(keys):
-            seen = not causal or j <= here
-            seen = seen and (left < 0 or j >= here - left) and (right < 0 or j <= here + right)
-            visible[..., i, j] = seen
+    """Of [tokens, batch, heads, head_dim], in float64: [tokens, batch, ...]."""
+    tensors = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
+    pairs = query.new_empty(len(query), len(key))
+    excluded = oracle.excluded_entries(pairs, None, causal, window)
     if mask is not None:
-        visible = visible & ~mask
-    weights = scores.exp() * visible
-    denominator = weights.sum(-1, keepdim=True)
-    if offset is not None:
-        denominator = denominator + offset.to(weights).exp().reshape(-1, 1, 1)
-    weights = weights / torch.where(denominator > 0, denominator, 1)
-    output = einsum(weights, value, "b h m n, n b h x -> m b h x")
-    return rearrange(output, "m b h x -> m b (h x)")
+        excluded = excluded | mask
+    options = {"scale": scale, "bias": bias, "excluded": excluded, "sink": offset}
+    output, _ = attention_as_defined(*tensors, **options)
+    return rearrange(output, "b h m x -> m b (h x)")
 
 
 class PlainAttention(MegatronModule):

@@ -4,6 +4,7 @@ import enum
 import math
 import pickle
 
+import oracle
 import pytest
 import torch
 
@@ -68,18 +69,8 @@ def make_mask(queries, keys, device="cpu"):
     return mask.to(device)
 
 
-def visible_entries(queries, keys, causal=False, window=None):
-    """Query by query and key by key, as the definition reads."""
-    left, right = window or (-1, -1)
-    visible = torch.ones(queries, keys, dtype=torch.bool)
-    for i in range(queries):
-        own = i + keys - queries
-        for j in range(keys):
-            after = j > own and causal
-            visible[i, j] = not (
-                after or (left >= 0 and j < own - left) or (right >= 0 and j > own + right)
-            )
-    return visible
+def excluded_entries(queries, keys, causal=False, window=None):
+    return oracle.excluded_entries(torch.empty(queries, keys), None, causal, window)
 
 
 def expected(scores, excluded=None, offset=None, scale=1.0):
@@ -116,7 +107,7 @@ WINDOWS = ((2, 0), (0, 0), (2, 1), (-1, 0), (2, -1), (-1, 1), (-1, -1))
 @pytest.mark.parametrize("of_mask", [None, (BATCH, 1), (1, 1), (BATCH, HEADS), ()])
 def test_mask_causality_and_window_all_hold(shape, mask_type, window, of_mask, device):
     scores = make_scores(*shape, device=device)
-    excluded = ~visible_entries(*shape, mask_type in CAUSAL_TYPES, window)
+    excluded = excluded_entries(*shape, mask_type in CAUSAL_TYPES, window)
     mask = None
     if of_mask is not None:
         mask = make_mask(*shape, device=device)[:1, 0] if of_mask == () else make_mask(*shape)
@@ -134,7 +125,7 @@ def test_scale_and_dtype(scale, dtype, device):
     scores = make_scores(6, 6, dtype, device)
     actual = module(AttnMaskType.causal, dtype=dtype, scale=scale)(scores, None)
     assert actual.dtype == dtype
-    assert_near(actual, expected(scores, ~visible_entries(6, 6, True), scale=scale or 1))
+    assert_near(actual, expected(scores, excluded_entries(6, 6, True), scale=scale or 1))
 
 
 @pytest.mark.parametrize("fusion", [True, False])
@@ -170,7 +161,7 @@ def test_offset_and_its_gradient(fusion, dtype, window, device):
     actual.backward(gradient)
 
     z, logit = (t.detach().double().cpu().requires_grad_() for t in (scores, offset))
-    wanted = expected(z, ~visible_entries(6, 6, True, window), logit)
+    wanted = expected(z, excluded_entries(6, 6, True, window), logit)
     wanted.backward(gradient.double().cpu())
     assert actual.dtype == dtype
     assert_near(actual.detach(), wanted.detach())
@@ -196,7 +187,7 @@ def test_gradients_through_mask_and_scale(device):
     gradient = make_scores(5, 8, device=device, seed=2)
     module(AttnMaskType.causal, scale=0.5)(scores, mask).backward(gradient)
     z = scores.detach().double().cpu().requires_grad_()
-    excluded = mask.cpu() | ~visible_entries(5, 8, True)
+    excluded = mask.cpu() | excluded_entries(5, 8, True)
     expected(z, excluded, scale=0.5).backward(gradient.double().cpu())
     assert_near(scores.grad, z.grad)
 
@@ -237,9 +228,9 @@ def test_without_fusion(mask_type, with_mask, window, passed, with_offset, scale
     mask = make_mask(6, 6, device) if with_mask else None
     offset = torch.tensor([-1.0, 0.0, 2.5], device=device) if with_offset else None
     if passed == "causal":
-        passed_mask = ~visible_entries(6, 6, causal=True).to(device)
+        passed_mask = excluded_entries(6, 6, causal=True).to(device)
     elif isinstance(passed, tuple):
-        passed_mask = ~visible_entries(6, 6, window=passed).to(device)
+        passed_mask = excluded_entries(6, 6, window=passed).to(device)
     else:
         passed_mask = mask
     recorded = Recorded()
@@ -289,9 +280,8 @@ def test_without_fusion_single_query_has_no_causal_mask():
 @pytest.mark.parametrize("shape", SHAPES[:3])
 def test_mask_that_is_not_bool_goes_to_mask_func_and_limits_hold(window, mask_type, shape):
     scores, mask = make_scores(*shape), make_mask(*shape)
-    visible = visible_entries(*shape, mask_type is AttnMaskType.causal, window)
-    visible = visible & ~mask
-    assert visible.any(-1).all()
+    excluded = mask | excluded_entries(*shape, mask_type is AttnMaskType.causal, window)
+    assert not excluded.all(-1).any()
 
     def either(z, m):
         return fill(z, m) if m.dtype == torch.bool else z + m
@@ -299,7 +289,7 @@ def test_mask_that_is_not_bool_goes_to_mask_func_and_limits_hold(window, mask_ty
     recorded = Recorded(either)
     additive = torch.zeros(mask.shape).masked_fill(mask, -10000.0)
     softmax = module(mask_type, mask_func=recorded, window=window)
-    assert_near(softmax(scores, additive), expected(scores, ~visible))
+    assert_near(softmax(scores, additive), expected(scores, excluded))
     assert recorded.masks[0] is additive
     assert constraints(softmax.why_not_fused(scores, additive))[0] == "dtype of mask"
 
@@ -418,7 +408,7 @@ def test_attributes_are_megatrons_and_may_change():
 def test_arguments_by_position():
     softmax = FusedScaleMaskSoftmax(True, False, AttnMaskType.causal, True, None, True, 0.5, (2, 0))
     scores = make_scores(5, 5, torch.float16)
-    excluded = ~visible_entries(5, 5, True, (2, 0))
+    excluded = excluded_entries(5, 5, True, (2, 0))
     assert_near(softmax(scores, None), expected(scores, excluded, scale=0.5))
 
 
@@ -485,7 +475,7 @@ def test_bad_arguments_are_named(call, error, message):
 def test_apply(shape, dtype, device):
     scores, mask = make_scores(*shape, dtype, device), make_mask(*shape, device)
     flat = scores.flatten(0, 1)
-    later = ~visible_entries(*shape, causal=True)
+    later = excluded_entries(*shape, causal=True)
     for actual, wanted in (
         (ScaledSoftmax.apply(scores, 0.3), expected(scores, scale=0.3)),
         (ScaledSoftmax.apply(flat, 0.3), expected(flat, scale=0.3)),
@@ -500,7 +490,7 @@ def test_apply(shape, dtype, device):
 def test_apply_gradients_and_gradient_given_is_kept(device):
     scores, mask = make_scores(6, 6, device=device), make_mask(6, 6, device)
     gradient = make_scores(6, 6, device=device, seed=2)
-    later = ~visible_entries(6, 6, causal=True)
+    later = excluded_entries(6, 6, causal=True)
     for call, excluded in (
         (lambda z: ScaledSoftmax.apply(z, 0.3), None),
         (lambda z: ScaledMaskedSoftmax.apply(z, mask, 0.3), mask),
