@@ -30,7 +30,9 @@ PRELOADED = [
 ]
 
 
-def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
+def spawn(
+    worker: Worker, world: int, device: str, folder: Path, ops_on_cpus: bool = True
+) -> list[Any]:
     """What `worker(rank, world, device, folder)` returned in each of the processes.
 
     Args:
@@ -39,8 +41,9 @@ def spawn(worker: Worker, world: int, device: str, folder: Path) -> list[Any]:
         world: how many processes.
         device: "cpu", see `let_ops_serve_cpus`; or "cuda", of which each process gets its own.
         folder: an empty one for all.
+        ops_on_cpus: else CPUs compute as they do for users.
     """
-    arguments = worker, world, device, folder
+    arguments = worker, world, device, folder, ops_on_cpus
     if device == "cpu":
         start(_run, arguments, world)
     else:  # a process that has asked for GPUs must not fork
@@ -74,12 +77,14 @@ def let_ops_serve_cpus(setattr: Callable[[Any, str, Any], None]) -> None:
         setattr(dispatch, constraint, lambda *_: None)
 
 
-def _run(rank: int, worker: Worker, world: int, device: str, folder: Path) -> None:
+def _run(
+    rank: int, worker: Worker, world: int, device: str, folder: Path, ops_on_cpus: bool
+) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
-    else:
+    elif ops_on_cpus:
         let_ops_serve_cpus(setattr)
     torch.distributed.init_process_group(
         "nccl" if device != "cpu" else "gloo",

@@ -787,10 +787,14 @@ def loss_of(logits, labels):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def gradients_by_name(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 def gradients_of(model, logits, labels):
     model.zero_grad()
     loss_of(logits, labels).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return gradients_by_name(model)
 
 
 def train(model, mask=None, steps=4):
@@ -875,7 +879,7 @@ def test_recomputed_dropout():
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
-# Two tensor-parallel ranks
+# Two ranks, that share the heads or a sequence
 
 SHARDED = {"num_query_groups": 2, "softmax_type": "learnable", "window_size": (4, 0)}
 
@@ -885,29 +889,38 @@ def one_step(model):
     ids, labels = make_batch()
     losses = model(ids, torch.arange(LENGTH).expand(BATCH, -1), None, labels=labels)
     losses.mean().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"losses": losses.detach()} | gradients
+    return {"losses": losses.detach()} | gradients_by_name(model)
 
 
-def tensor_parallel_rank(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two ranks found that share the heads, and then a sequence."""
+    return processes.spawn(run_rank, 2, "cpu", tmp_path_factory.mktemp("ranks"), ops_on_cpus=False)
+
+
+def run_rank(rank, world, device, folder):
+    found = {}
+    for size, run in (
+        ("tensor_model_parallel_size", with_some_heads),
+        ("context_parallel_size", with_a_part),
+    ):
+        parallel_state.initialize_model_parallel(**{size: world})
+        found[size] = run()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def with_some_heads():
     model = gpt(MegasoftmaxCoreAttention, tensor_model_parallel_size=2, **SHARDED)
     found = one_step(model)
     core = model.decoder.layers[1].self_attention.core_attention
     found["offset"] = core.softmax_offset.detach()
     shard = core.sharded_state_dict()["softmax_offset"]
-    found["shard"] = (shard.global_shape, shard.global_offset, shard.replica_id)
-    torch.save(found, f"{folder}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return found | {"shard": (shard.global_shape, shard.global_offset, shard.replica_id)}
 
 
-def test_two_ranks_agree_with_one(tmp_path):
-    processes.start(tensor_parallel_rank, (str(tmp_path),), 2)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+def test_two_ranks_agree_with_one(ranks):
+    ranks = [rank["tensor_model_parallel_size"] for rank in ranks]
     model = gpt(MegasoftmaxCoreAttention, **SHARDED)
     expected = one_step(model)
     core = model.decoder.layers[1].self_attention.core_attention
@@ -922,8 +935,6 @@ def test_two_ranks_agree_with_one(tmp_path):
         dim = getattr(sharded.get(name), "partition_dim", None)
         torch.testing.assert_close(both[0] if dim is None else torch.cat(both, dim), wanted)
 
-
-# Two ranks that share a sequence
 
 IN_A_RING = {
     "grouped, window": ({"num_query_groups": 2, "window_size": (4, 0)}, False),
@@ -943,16 +954,10 @@ def step_in_a_ring(model, masked, cut=lambda batch: batch):
     mask = batch.get("attention_mask")
     losses = model(batch["ids"], batch["positions"], mask, labels=batch["labels"])
     losses.sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"losses": losses.detach()} | gradients
+    return {"losses": losses.detach()} | gradients_by_name(model)
 
 
-def context_parallel_rank(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    parallel_state.initialize_model_parallel(context_parallel_size=2)
+def with_a_part():
     found = {}
     for name, (options, masked) in IN_A_RING.items():
         model = gpt(MegasoftmaxCoreAttention, context_parallel_size=2, **options).double()
@@ -963,13 +968,11 @@ def context_parallel_rank(rank, folder):
     found["reasons"] = [each.constraint for each in core.why_not_fused(*tensors, mask)]
     with pytest.raises(ValueError, match=r"packed_seq_params: expected None .* document"):
         core(*(tensor[:, 0] for tensor in tensors), None, packed_seq_params=packed([4, 5]))
-    torch.save(found, f"{folder}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return found
 
 
-def test_ranks_that_share_a_sequence_agree_with_one(tmp_path):
-    processes.start(context_parallel_rank, (str(tmp_path),), 2)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+def test_ranks_that_share_a_sequence_agree_with_one(ranks):
+    ranks = [rank["context_parallel_size"] for rank in ranks]
     for name, (options, masked) in IN_A_RING.items():
         expected = step_in_a_ring(gpt(MegasoftmaxCoreAttention, **options).double(), masked)
         for what, wanted in expected.items():
