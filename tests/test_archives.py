@@ -92,13 +92,21 @@ def contents(archives):
         return ours, {name: archive.read(name) for name in archive.namelist()}
 
 
-def sources(folder, pattern):
-    """{path: text} of what a folder has."""
+def sources(folder):
+    """{path: content} of what a folder has."""
     return {
         str(file.relative_to(ROOT)): file.read_bytes()
-        for file in (ROOT / folder).rglob(pattern)
+        for file in (ROOT / folder).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
+
+
+@pytest.fixture(scope="module")
+def metadata(contents):
+    """Of the wheel, with the readme as its payload."""
+    _, wheel = contents
+    (text,) = (text for name, text in wheel.items() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(text.decode())
 
 
 @pytest.mark.parametrize("folder", ["megasoftmax", *MAPPED, *SURROUNDINGS])
@@ -109,7 +117,7 @@ def test_nothing_is_a_link(folder):
 
 @pytest.mark.parametrize("folder", MAPPED)
 def test_folders_of_the_package_are_whole_in_both(contents, folder):
-    expected = sources(folder, "*")
+    expected = sources(folder)
     assert len(expected) > 5
     for files, top in zip(contents, ("", "megasoftmax/"), strict=True):
         folder_of_archive = f"{top}{folder}/"
@@ -133,11 +141,7 @@ def test_every_module_is_in_both(contents):
 def test_surroundings_are_in_the_source_distribution_alone(contents, folder):
     """All but pictures that plot.py has drawn, which git ignores too."""
     sdist, wheel = contents
-    expected = {
-        str(file.relative_to(ROOT)): file.read_bytes()
-        for file in (ROOT / folder).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
-    }
+    expected = sources(folder)
     pictures = {name for name in expected if name.endswith(".svg")} - {"docs/headline.svg"}
     expected = {name: text for name, text in expected.items() if name not in pictures}
     assert len(expected) > 8
@@ -145,43 +149,32 @@ def test_surroundings_are_in_the_source_distribution_alone(contents, folder):
     assert not [name for name in wheel if name.startswith(f"{folder}/")]
 
 
-def test_metadata_and_readme_of_the_package(contents):
+def test_metadata_and_readme_of_the_package(metadata):
     """A package index has no files beside the readme: no link, and no picture, may name one."""
-    _, wheel = contents
-    (metadata,) = (text for name, text in wheel.items() if name.endswith(".dist-info/METADATA"))
-    fields = Parser().parsestr(metadata.decode())
-    assert fields["Author"] == "The megasoftmax authors"
-    assert "Programming Language :: Python :: 3.11" in fields.get_all("Classifier")
-    assert fields["Description-Content-Type"] == "text/markdown"
-    text = fields.get_payload()
+    assert metadata["Author"] == "The megasoftmax authors"
+    assert "Programming Language :: Python :: 3.11" in metadata.get_all("Classifier")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = metadata.get_payload()
     assert "Install (docs/install.md) has the extras" in text
     assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", text))
     assert "<img" not in text
     assert "badge" not in text
     assert "all figures" not in text  # the line that introduces the picture
     assert "(#" not in text
-    assert fields["Project-URL"] is None  # nobody said where the repository is
+    assert metadata["Project-URL"] is None  # nobody said where the repository is
 
 
-def test_licence_and_version(contents):
+def test_licence_and_version(contents, metadata):
     sdist, wheel = contents
-    (metadata,) = (text for name, text in wheel.items() if name.endswith(".dist-info/METADATA"))
-    fields = Parser().parsestr(metadata.decode())
-    assert fields["Version"] == megasoftmax.__version__
-    assert fields["License-Expression"] == "Apache-2.0"
-    assert fields.get_all("License-File") == ["LICENSE", "NOTICE"]
+    assert metadata["Version"] == megasoftmax.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
     assert sdist.keys() >= {"LICENSE", "NOTICE", "CITATION.cff", "README.md", "CHANGELOG.md"}
     assert sum(name.endswith(("licenses/LICENSE", "licenses/NOTICE")) for name in wheel) == 2
 
 
-def requirements(wheel):
-    (metadata,) = (text for name, text in wheel.items() if name.endswith(".dist-info/METADATA"))
-    return Parser().parsestr(metadata.decode()).get_all("Requires-Dist")
-
-
-def test_only_builds_need_what_compiles(contents):
-    _, wheel = contents
-    found = requirements(wheel)
+def test_only_builds_need_what_compiles(metadata):
+    found = metadata.get_all("Requires-Dist")
     assert [each for each in found if "extra" not in each] == ["einops>=0.8", "torch>=2.11"]
     assert {'ninja; extra == "build"', 'setuptools>=77; extra == "build"'} <= {*found}
 
