@@ -66,17 +66,6 @@ def test_equals_the_definition(case, scale):
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_a_row_without_a_key_gives_zeros():
-    given = tensors()
-    nothing = torch.zeros(BATCH, ROWS, 1, 1, KEYS, dtype=torch.bool)
-    output, lse, largest = triangle_attention(*given, mask=nothing, return_aux=True)
-    assert not output.any()
-    assert not lse.any()
-    assert not largest.any()
-    for gradient in torch.autograd.grad(output.sum() + lse.sum(), given):
-        assert not gradient.any()
-
-
 @pytest.mark.parametrize("case", ["none", "mask", "lengths"])
 def test_tensors_without_a_batch(case):
     """A batch of 1 may lack its dimension. The output has it, which Protenix takes off by [0]."""

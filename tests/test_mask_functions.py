@@ -5,7 +5,6 @@ import random
 import oracle
 import pytest
 import torch
-from inputs import record_calls
 
 pytest.importorskip("transformers")
 from transformers import masking_utils
@@ -23,8 +22,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-import megasoftmax
-from megasoftmax.integrations.transformers import PaddingMask, attention_forward, make_mask
+from megasoftmax.integrations.transformers import PaddingMask, make_mask
 
 BATCH = 3
 
@@ -213,34 +211,3 @@ def test_a_model_that_computes_with_packed_masks_gets_a_tensor():
     given = {"batch_size": BATCH, "q_length": 9, "kv_length": 9, "mask_function": function}
     mask = make_mask(**given, allow_is_causal_skip=False, config=Config())
     assert torch.equal(mask, sdpa_mask(**given, allow_is_causal_skip=False))
-
-
-def test_layers_share_what_is_noted_of_a_mask(monkeypatch):
-    """In one pass of a model, until the mask changes."""
-    from megasoftmax.integrations import transformers as integration
-    from megasoftmax.integrations.sharing import in_a_pass
-
-    original, calls = megasoftmax.attention, record_calls(monkeypatch, "attention")
-    monkeypatch.setattr(integration, "takes_attention", lambda *given: True)
-    query = torch.randn(2, 3, 5, 4)
-    keep = torch.rand(2, 1, 5, 5) > 0.3
-
-    def attend():
-        return attention_forward(torch.nn.Module(), query, query, query, keep)[0]
-
-    def in_layers():
-        attend()
-        output = attend()
-        expected = original(query, query, query, mask=~keep).transpose(1, 2)
-        assert torch.equal(output, expected)
-        keep[..., 1] = ~keep[..., 1]
-        attend()
-
-    in_a_pass(in_layers)
-    attend()
-    first, second, changed, without_pass = (options["mask"] for _, options in calls)
-    assert isinstance(first, megasoftmax.TileMask)
-    assert first is second
-    assert torch.equal(changed.tensor, ~keep)
-    assert without_pass is not changed
-    assert torch.equal(without_pass.tensor, ~keep)
