@@ -120,15 +120,6 @@ def test_t5_bias_is_that_of_transformers(shape, is_decoder, buckets, max_distanc
     assert torch.equal(from_the_first_key.dense(queries, keys), expected)
 
 
-def test_decoding_reads_the_last_row(device):
-    """One query at the end sees what the last of as many queries as keys sees."""
-    weight = normal(32, HEADS, device=device)
-    whole = biases.t5_bias(weight, 50, 50, bidirectional=False).dense(50, 50)
-    for queries in (1, 4):
-        last = biases.t5_bias(weight, queries, 50, bidirectional=False).dense(queries, 50)
-        assert torch.equal(last, whole[:, -queries:])
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_tables_are_small(dtype, device):
     weight = normal(32, HEADS, device=device, dtype=dtype)

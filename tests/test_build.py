@@ -834,14 +834,6 @@ def test_library_of_other_sources_tells_no_capability(monkeypatch):
 
 
 @pytest.mark.nvcc
-def test_error_of_a_compiler_is_the_reason(small_sources):
-    (small_sources / "value.h").write_text("#error no value\n")
-    with pytest.warns(RuntimeWarning, match="no value"):
-        status = library.load()
-    assert status.reason.startswith("FAILED:")
-
-
-@pytest.mark.nvcc
 def test_command_compiles_what_changed(small_sources, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(torch.version, "cuda", "11.8")  # another than nvcc's does not matter
     nvcc, log = extension.check_tools(), tmp_path / "logs" / "log"

@@ -76,10 +76,6 @@ check(output, torch.softmax(scores, -1) @ value)
 """
 
 
-def test_copy_computes_without_the_package(exported, run):
-    run(ALONE + COMPUTES, exported)
-
-
 def test_copy_does_not_name_the_package(exported):
     modules = [*exported.rglob("*.py")]
     assert len(modules) > 10

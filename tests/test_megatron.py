@@ -44,7 +44,7 @@ from megasoftmax.integrations.megatron import (
 )
 from megasoftmax.integrations.megatron.routers import ROUTED_WHERE
 from megasoftmax.integrations.megatron_extensions import MODULES, install_extension_modules
-from megasoftmax.integrations.replacing import Change, Replaced, Served
+from megasoftmax.integrations.replacing import Served
 from megasoftmax.options import AttentionOptions
 from megasoftmax.reference import dropout
 
@@ -1039,18 +1039,6 @@ def test_softmax_of_megatrons_layer(name, fusion, stock, home):
     torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fusion", [False, True])
-def test_fusion_flag_is_honoured(fusion, stock, home):
-    """A query that sees no key has uniform weights in Megatron, and zeros when fused."""
-    tensors, _, _ = make_inputs(Case(), home, torch.float32)
-    mask = torch.zeros(9, 9, dtype=torch.bool, device=home)
-    mask[4] = True
-    with apply_megasoftmax_to_megatron(router=False):
-        layer = stock(mask_type="arbitrary", masked_softmax_fusion=fusion)
-    expected = torch.zeros_like(tensors[2][0]) if fusion else tensors[2].mean(0)
-    torch.testing.assert_close(layer(*tensors, mask)[4], expected.flatten(1))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["causal", "padding", "window", "off by one", "layer scaling"])
 def test_fused_softmax_of_megatrons_layer(name, stock):
@@ -1157,16 +1145,6 @@ def test_layer_without_fusion_is_warned_of_and_reported(stock):
         assert applied.report[name].runs == "unchanged"
         assert "masked_softmax_fusion is False" in applied.report[name].why
         assert f"{name} (1): unchanged: " in str(applied)
-
-
-def test_undo_leaves_what_others_have_bound():
-    namespace = {"one": 1, "two": 2}
-    ours = {"one": 10, "two": 20, "new": 30}
-    replaced = Replaced(Change(namespace, name, value) for name, value in ours.items())
-    assert namespace == {"one": 10, "two": 20, "new": 30}
-    namespace["two"] = 200
-    replaced.undo()
-    assert namespace == {"one": 1, "two": 200}
 
 
 # Routers

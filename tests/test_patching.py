@@ -606,12 +606,6 @@ def test_report_of_quantised_weights():
 # By the name of the package
 
 
-def test_repr_is_the_report():
-    patched = patch_model(MODELS["llama"]())
-    assert repr(patched) == str(patched)
-    assert "self_attn (2): SDPA" in repr(patched)
-
-
 def test_names_at_top_level_are_imported_when_asked(forks):
     assert megasoftmax.register is integration.register
     assert megasoftmax.patch_model is patch_model

@@ -231,31 +231,6 @@ def test_unpatch(model, ids, calls):
     assert not left & {"forward", "megasoftmax_rule"}
 
 
-def test_what_was_replaced_since_is_not_pushed_aside(model, ids, calls):
-    patched = patch_routers(model)
-    *_, last = (module for module in model.modules() if routers._rule_of(module))
-    ours = last.forward
-    last.forward = theirs = lambda hidden: ours(hidden)
-    with pytest.raises(RuntimeError, match=rf"^unpatch: expected {patched.names[-1]} with the"):
-        patched.unpatch()
-    assert last.forward is theirs
-    model(ids)
-    assert len(calls) == 2
-    last.forward = ours
-    patched.unpatch()
-    assert patched.names == ()
-
-
-def test_patching_twice(model, ids, calls):
-    """The second handle has nothing to give back."""
-    with patch_routers(model) as first:
-        with patch_routers(model) as second:
-            assert second.names == ()
-        assert len(first.names) == 2
-        model(ids)
-        assert len(calls) == 2
-
-
 def test_unpatched_after_an_error(model):
     def fail():
         with patch_routers(model):
