@@ -42,13 +42,17 @@ _FALCON |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _MPT = _TOKENS | _UNTIED | {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}
 
 
-def _builder(name: str, sizes: dict[str, Any], **more: Any) -> Callable[..., PreTrainedModel]:
+def tiny(name: str, **sizes: Any) -> PreTrainedModel:
+    """A model of that class of transformers, with the configuration of its class."""
     model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**sizes))
 
+
+def _builder(name: str, sizes: dict[str, Any], **more: Any) -> Callable[..., PreTrainedModel]:
     def build(**options: Any) -> PreTrainedModel:
         torch.manual_seed(0)
         arguments = {"attn_implementation": "eager"} | copy.deepcopy(sizes | more) | options
-        return model_class(model_class.config_class(**arguments)).train()
+        return tiny(name, **arguments).train()
 
     return build
 

@@ -10,16 +10,9 @@ from pathlib import Path
 import pytest
 import sweep_families
 import torch
-from models import MODELS, WITHOUT_INTERFACE, build_batch
+from models import MODELS, WITHOUT_INTERFACE, build_batch, tiny
 from small_models import build
-from transformers import (
-    AutoModelForMaskedLM,
-    MPNetConfig,
-    MPNetForMaskedLM,
-    PreTrainedModel,
-    SiglipConfig,
-    SiglipModel,
-)
+from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from megasoftmax.integrations import by_name
 from megasoftmax.integrations import transformers as integration
@@ -66,7 +59,7 @@ def implementations(model):
 
 
 def build_mpnet(**options):
-    return MPNetForMaskedLM(MPNetConfig(**SIZES, **options))
+    return tiny("MPNetForMaskedLM", **SIZES, **options)
 
 
 # The sweep
@@ -183,7 +176,7 @@ def test_models_are_set_as_a_whole(name):
 
 def test_a_part_can_be_set_by_a_dictionary():
     images = SIZES | {"image_size": 8, "patch_size": 4}
-    model = SiglipModel(SiglipConfig(text_config=SIZES, vision_config=images))
+    model = tiny("SiglipModel", text_config=SIZES, vision_config=images)
     model.set_attn_implementation("eager")
     model.set_attn_implementation({"text_config": "megasoftmax"})
     assert model.config.text_config._attn_implementation == "megasoftmax"

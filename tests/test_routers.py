@@ -10,17 +10,8 @@ import pytest
 import torch
 import transformers.models
 from inputs import record_calls
+from models import tiny
 from small_models import build
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import megasoftmax
 from megasoftmax.integrations import routers
@@ -32,16 +23,16 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 SIZES |= {"max_position_embeddings": 64, "num_experts_per_tok": 3}
 SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 MODELS = {
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6)),
+    "mixtral": lambda: tiny("MixtralForCausalLM", **SIZES, num_local_experts=6),
     "qwen3_moe": lambda: _qwen3_moe(norm_topk_prob=False),
     "qwen3_moe, normalised": lambda: _qwen3_moe(norm_topk_prob=True),
-    "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=6)),
+    "gpt_oss": lambda: tiny("GptOssForCausalLM", **SIZES, num_local_experts=6),
 }
 
 
 def _qwen3_moe(**options):
     sizes = {"num_experts": 6, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, **options))
+    return tiny("Qwen3MoeForCausalLM", **SIZES, **sizes, **options)
 
 
 @pytest.fixture(params=MODELS)
@@ -269,7 +260,7 @@ def test_model_without_routers():
     with pytest.raises(
         ValueError, match=r"^model: expected a router among .*, got LlamaForCausalLM without one"
     ):
-        patch_routers(LlamaForCausalLM(LlamaConfig(**sizes)))
+        patch_routers(tiny("LlamaForCausalLM", **sizes))
     with pytest.raises(TypeError, match=r"^model: expected a module, got str"):
         patch_routers("mixtral")
 

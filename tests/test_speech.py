@@ -13,15 +13,7 @@ import torch
 from inputs import record_calls
 
 pytest.importorskip("transformers")
-from transformers import (
-    ParakeetCTCConfig,
-    ParakeetForCTC,
-    SeamlessM4TConfig,
-    Wav2Vec2BertConfig,
-    Wav2Vec2BertModel,
-    Wav2Vec2ConformerConfig,
-    Wav2Vec2ConformerModel,
-)
+from transformers import ParakeetForCTC, Wav2Vec2BertModel, Wav2Vec2ConformerModel
 from transformers.models.seamless_m4t.modeling_seamless_m4t import SeamlessM4TSpeechEncoder
 
 from megasoftmax import ShiftedBias
@@ -38,78 +30,41 @@ WIDTH = HEADS * SIZE
 # Encoders of transformers
 
 
-def build_parakeet():
-    encoder = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "intermediate_size": 48,
-        "num_mel_bins": BINS,
-        "subsampling_conv_channels": 8,
-        "dropout": 0.0,
-        "dropout_positions": 0.0,
-        "layerdrop": 0.0,
-        "activation_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-    config = ParakeetCTCConfig(encoder_config=encoder, vocab_size=17, pad_token_id=0)
-    return ParakeetForCTC(config)
-
-
-def without_dropout(config):
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and ("drop" in name or name.startswith("mask_")):
-            setattr(config, name, 0.0)
-    return config
-
-
 _SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
-_SIZES |= {"intermediate_size": 48, "position_embeddings_type": "relative"}
+_SIZES |= {"intermediate_size": 48}
+_RELATIVE = {"conv_depthwise_kernel_size": 3, "position_embeddings_type": "relative"}
+_CONVOLUTIONS = {"conv_dim": (WIDTH,), "conv_stride": (5,), "conv_kernel": (10,)}
+_CONVOLUTIONS |= {"num_feat_extract_layers": 1, "num_conv_pos_embeddings": 16}
+_CONVOLUTIONS |= {"num_conv_pos_embedding_groups": 2}
+_SEAMLESS = {"hidden_size": WIDTH, "speech_encoder_layers": 2, "adaptor_kernel_size": 3}
+_SEAMLESS |= {"speech_encoder_attention_heads": HEADS, "adaptor_stride": 2}
+_SEAMLESS |= {"speech_encoder_intermediate_size": 48, "feature_projection_input_dim": BINS}
+_PARAKEET = _SIZES | {"num_key_value_heads": HEADS, "num_mel_bins": BINS, "layerdrop": 0.0}
+_PARAKEET |= {"subsampling_conv_channels": 8, "activation_dropout": 0.0}
+_PARAKEET |= dict.fromkeys(("dropout", "dropout_positions", "attention_dropout"), 0.0)
 ENCODERS = {
-    "wav2vec2_conformer": lambda: Wav2Vec2ConformerModel(
-        without_dropout(
-            Wav2Vec2ConformerConfig(
-                **_SIZES,
-                conv_dim=(WIDTH,),
-                conv_stride=(5,),
-                conv_kernel=(10,),
-                num_feat_extract_layers=1,
-                num_conv_pos_embeddings=16,
-                num_conv_pos_embedding_groups=2,
-                conv_depthwise_kernel_size=3,
-            )
-        )
+    "wav2vec2_conformer": (Wav2Vec2ConformerModel, _SIZES | _RELATIVE | _CONVOLUTIONS),
+    "wav2vec2_bert": (
+        Wav2Vec2BertModel,
+        _SIZES | _RELATIVE | {"feature_projection_input_dim": BINS},
     ),
-    "wav2vec2_bert": lambda: Wav2Vec2BertModel(
-        without_dropout(
-            Wav2Vec2BertConfig(
-                **_SIZES, feature_projection_input_dim=BINS, conv_depthwise_kernel_size=3
-            )
-        )
+    "seamless_m4t": (SeamlessM4TSpeechEncoder, _SEAMLESS | _RELATIVE),
+    "parakeet": (
+        ParakeetForCTC,
+        {"encoder_config": _PARAKEET, "vocab_size": 17, "pad_token_id": 0},
     ),
-    "seamless_m4t": lambda: SeamlessM4TSpeechEncoder(
-        without_dropout(
-            SeamlessM4TConfig(
-                hidden_size=WIDTH,
-                speech_encoder_layers=2,
-                speech_encoder_attention_heads=HEADS,
-                speech_encoder_intermediate_size=48,
-                feature_projection_input_dim=BINS,
-                conv_depthwise_kernel_size=3,
-                position_embeddings_type="relative",
-                adaptor_kernel_size=3,
-                adaptor_stride=2,
-            )
-        )
-    ),
-    "parakeet": build_parakeet,
 }
 
 
-def build_encoder(name):
+def build_encoder(name, **others):
+    """Without dropout, with large weights."""
     torch.manual_seed(0)
-    model = ENCODERS[name]().train()
+    model_class, sizes = ENCODERS[name]
+    config = model_class.config_class(**copy.deepcopy(sizes | others))
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and ("drop" in name or name.startswith("mask_")):
+            setattr(config, name, 0.0)
+    model = model_class(config).train()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -250,12 +205,7 @@ def test_what_is_recomputed_is_not_kept():
 
 
 def test_other_positions_are_left_to_the_family(calls):
-    torch.manual_seed(0)
-    config = without_dropout(
-        Wav2Vec2BertConfig(**_SIZES | {"position_embeddings_type": "relative_key"})
-    )
-    config.feature_projection_input_dim = BINS
-    eager = Wav2Vec2BertModel(config).train()
+    eager = build_encoder("wav2vec2_bert", position_embeddings_type="relative_key")
     eager.set_attn_implementation("eager")
     ours = copy.deepcopy(eager)
     patch_model(ours)

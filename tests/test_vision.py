@@ -9,25 +9,8 @@ from einops import rearrange
 from inputs import record_calls
 
 pytest.importorskip("transformers")
-from transformers import (
-    BeitConfig,
-    BeitModel,
-    ClapAudioConfig,
-    ClapAudioModel,
-    Data2VecVisionConfig,
-    Data2VecVisionModel,
-    Swin2SRConfig,
-    Swin2SRModel,
-    SwinConfig,
-    SwinModel,
-    Swinv2Config,
-    Swinv2Model,
-)
-from transformers.models.donut.modeling_donut_swin import DonutSwinConfig, DonutSwinModel
-from transformers.models.maskformer.modeling_maskformer_swin import (
-    MaskFormerSwinConfig,
-    MaskFormerSwinModel,
-)
+from models import tiny
+from transformers import Swinv2Model
 
 from megasoftmax.integrations import products, vision, windows
 from megasoftmax.integrations import transformers as integration
@@ -36,47 +19,33 @@ from megasoftmax.integrations.patching import patch_model
 from megasoftmax.integrations.windows import attend_in_windows, into_windows, out_of_windows
 
 BATCH, IMAGE, WINDOW, HEADS = 2, 16, 4, 2
-_SWIN = {
-    "image_size": IMAGE,
-    "patch_size": 2,
-    "embed_dim": 16,
-    "depths": [2],
-    "num_heads": [HEADS],
-    "window_size": WINDOW,
-    "drop_path_rate": 0.0,
-}
+_SWIN = {"image_size": IMAGE, "patch_size": 2, "embed_dim": 16, "depths": [2]}
+_SWIN |= {"num_heads": [HEADS], "window_size": WINDOW, "drop_path_rate": 0.0}
 _BEIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS}
 _BEIT |= {"intermediate_size": 48, "image_size": IMAGE, "patch_size": 4, "drop_path_rate": 0.0}
+_CLAP = {"patch_embeds_hidden_size": 16, "hidden_size": 16, "depths": [2]}
+_CLAP |= {"num_attention_heads": [HEADS], "window_size": WINDOW, "spec_size": 64}
+_CLAP |= {"num_mel_bins": 16, "drop_path_rate": 0.0, "attention_probs_dropout_prob": 0.0}
+_CLAP |= {"hidden_dropout_prob": 0.0}
+_OWN_BIAS, _ONE_BIAS = "use_relative_position_bias", "use_shared_relative_position_bias"
 MODELS = {
-    "swin": lambda: SwinModel(SwinConfig(**_SWIN)),
-    "swinv2": lambda: Swinv2Model(Swinv2Config(**_SWIN)),
-    "swin2sr": lambda: Swin2SRModel(Swin2SRConfig(**_SWIN | {"patch_size": 1})),
-    "donut": lambda: DonutSwinModel(DonutSwinConfig(**_SWIN)),
-    "maskformer": lambda: MaskFormerSwinModel(MaskFormerSwinConfig(**_SWIN)),
-    "clap": lambda: ClapAudioModel(
-        ClapAudioConfig(
-            patch_embeds_hidden_size=16,
-            hidden_size=16,
-            depths=[2],
-            num_attention_heads=[HEADS],
-            window_size=WINDOW,
-            spec_size=64,
-            num_mel_bins=16,
-            drop_path_rate=0.0,
-            attention_probs_dropout_prob=0.0,
-            hidden_dropout_prob=0.0,
-        )
-    ),
-    "beit": lambda: BeitModel(BeitConfig(**_BEIT, use_relative_position_bias=True)),
-    "beit, shared": lambda: BeitModel(BeitConfig(**_BEIT, use_shared_relative_position_bias=True)),
-    "data2vec": lambda: Data2VecVisionModel(
-        Data2VecVisionConfig(**_BEIT, use_relative_position_bias=True)
-    ),
-    "data2vec, shared": lambda: Data2VecVisionModel(
-        Data2VecVisionConfig(**_BEIT, use_shared_relative_position_bias=True)
-    ),
+    "swin": ("SwinModel", _SWIN),
+    "swinv2": ("Swinv2Model", _SWIN),
+    "swin2sr": ("Swin2SRModel", _SWIN | {"patch_size": 1}),
+    "donut": ("DonutSwinModel", _SWIN),
+    "maskformer": ("MaskFormerSwinModel", _SWIN),
+    "clap": ("ClapAudioModel", _CLAP),
+    "beit": ("BeitModel", _BEIT | {_OWN_BIAS: True}),
+    "beit, shared": ("BeitModel", _BEIT | {_ONE_BIAS: True}),
+    "data2vec": ("Data2VecVisionModel", _BEIT | {_OWN_BIAS: True}),
+    "data2vec, shared": ("Data2VecVisionModel", _BEIT | {_ONE_BIAS: True}),
 }
 SHIFTED = tuple(name for name in MODELS if "data2vec" not in name and "beit" not in name)
+
+
+def build(name):
+    model, sizes = MODELS[name]
+    return with_large_weights(tiny(model, **copy.deepcopy(sizes)))
 
 
 def with_large_weights(model):
@@ -223,7 +192,7 @@ def test_a_declined_packed_call_makes_its_options_once(monkeypatch):
 @pytest.mark.parametrize("implementation", NAMES)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_of_transformers_trains_as_eager(name, implementation, calls):
-    eager = with_large_weights(MODELS[name]())
+    eager = build(name)
     eager.set_attn_implementation("eager")
     ours = copy.deepcopy(eager)
     patched = patch_model(ours, implementation=implementation)
@@ -235,7 +204,7 @@ def test_model_of_transformers_trains_as_eager(name, implementation, calls):
 
 @pytest.mark.parametrize("name", SHIFTED)
 def test_bias_and_mask_are_not_added_up(name, calls):
-    model = with_large_weights(MODELS[name]())
+    model = build(name)
     patch_model(model)
     model(build_images(name))
     (plain, plain_options), (shifted, options) = calls
@@ -251,7 +220,7 @@ def test_bias_and_mask_are_not_added_up(name, calls):
 
 
 def test_probabilities_of_windows():
-    eager = with_large_weights(MODELS["swinv2"]()).eval()
+    eager = build("swinv2").eval()
     ours = copy.deepcopy(eager)
     patch_model(ours)
     images = build_images()
@@ -261,7 +230,7 @@ def test_probabilities_of_windows():
 
 
 def test_model_by_name_and_saved(tmp_path, calls):
-    own = with_large_weights(MODELS["swinv2"]()).eval()
+    own = build("swinv2").eval()
     own.save_pretrained(tmp_path)
     integration.register()
     loaded = Swinv2Model.from_pretrained(tmp_path, attn_implementation="megasoftmax").eval()
@@ -281,13 +250,8 @@ def import_or_skip(name):
         pytest.skip(f"{name}: {error}")
 
 
-_OF_SWIN = {
-    "img_size": 48,
-    "window_size": 4,
-    "embed_dim": 16,
-    "depths": (2, 2),
-    "num_heads": (1, 2),
-}
+_OF_SWIN = {"img_size": 48, "window_size": 4, "embed_dim": 16, "depths": (2, 2)}
+_OF_SWIN |= {"num_heads": (1, 2)}
 _OF_BEIT = {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2}
 _SHARED_BIAS = {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True}
 TIMM = {
