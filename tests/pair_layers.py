@@ -2,12 +2,16 @@
 
 import importlib
 import math
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from megasoftmax.integrations import installing
 
 WIDTH, DIM, HEADS = 12, 8, 3
 
@@ -198,3 +202,22 @@ def assert_same(found: list[Tensor], wanted: list[Tensor], tolerance: float = 2e
     for actual, each in zip(found, wanted, strict=True):
         largest = max(each.abs().max().item(), 0.1 * of_all)
         torch.testing.assert_close(actual, each, rtol=tolerance, atol=tolerance * largest)
+
+
+# Packages whose functions are replaced, and modules that call them
+
+
+def without_packages(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """They are not installed, and no module of them is imported."""
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in packages:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(installing, "_is_installed", lambda name: name not in packages)
+
+
+def caller(name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """An imported module of that source."""
+    module = ModuleType(name)
+    exec(source, vars(module))
+    monkeypatch.setitem(sys.modules, name, module)
+    return module

@@ -4,6 +4,7 @@ import inspect
 import sys
 from types import ModuleType
 
+import pair_layers
 import pytest
 import torch
 from inputs import coin, normal
@@ -185,10 +186,7 @@ _PACKAGES = ("cuequivariance_torch", "cuequivariance_ops_torch")
 @pytest.fixture
 def no_package(monkeypatch):
     """cuEquivariance is not installed."""
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in _PACKAGES:
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(installing, "_is_installed", lambda name: name not in _PACKAGES)
+    pair_layers.without_packages(monkeypatch, *_PACKAGES)
 
 
 @pytest.fixture
@@ -206,10 +204,7 @@ def package(no_package, monkeypatch):
 
 
 def caller(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = ModuleType(f"caller_{name}")
-    exec(_CALLERS[name], vars(module))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
+    return pair_layers.caller(f"caller_{name}", _CALLERS[name], monkeypatch)
 
 
 def assert_attends(module: ModuleType) -> None:

@@ -3,6 +3,7 @@
 import sys
 from types import ModuleType
 
+import pair_layers
 import pytest
 import torch
 from inputs import coin, normal
@@ -51,32 +52,30 @@ def test_a_mask_and_a_bias(first_is_mask):
     assert_equal(excluded, defined(q, k, v, MASK, bias), given)
 
 
-def test_two_biases_with_gradients():
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_first_bias_that_is_no_mask_is_added(needs_gradient):
     q, k, v, bias = given = tensors()
-    soft = SOFT.clone().requires_grad_()
+    soft = SOFT.clone().requires_grad_(needs_gradient)
     found = DS4Sci_EvoformerAttention(q, k, v, [soft, bias])
-    assert_equal(found, defined(q, k, v, soft, bias), [*given, soft])
+    assert_equal(found, defined(q, k, v, soft, bias), [*given, soft] if needs_gradient else given)
 
 
-def test_a_first_bias_without_a_gradient_is_added():
-    q, k, v, bias = given = tensors()
-    found = DS4Sci_EvoformerAttention(q, k, v, [SOFT, bias])
-    assert_equal(found, defined(q, k, v, SOFT, bias), given)
+BIAS = tensors()[3]
 
 
-@pytest.mark.parametrize("biases", [[], [None], [None, None], [MASK], [MASK, None]])
+@pytest.mark.parametrize(
+    "biases",
+    [[], [None], [None, None], [MASK], [MASK, None], [None, BIAS]],
+    ids=["nothing", "None", "None twice", "mask", "mask and None", "None and bias"],
+)
 def test_fewer_biases(biases):
     q, k, v, _ = tensors()
     given = list(biases)
     found = DS4Sci_EvoformerAttention(q, k, v, given)
-    assert_equal(found, defined(q, k, v, *(b for b in biases if b is not None)), [q, k, v])
+    learned = [each for each in biases if each is BIAS]
+    wanted = defined(q, k, v, *(each for each in biases if each is not None))
+    assert_equal(found, wanted, [q, k, v, *learned])
     assert len(given) == len(biases)  # DeepSpeed appends to it
-
-
-def test_a_second_bias_alone():
-    q, k, v, bias = given = tensors()
-    found = DS4Sci_EvoformerAttention(q, k, v, [None, bias])
-    assert_equal(found, defined(q, k, v, bias), given)
 
 
 def test_a_query_without_a_key_gets_zeros():
@@ -191,17 +190,11 @@ def attend(q, k, v, biases):
 
 @pytest.fixture
 def no_deepspeed(monkeypatch):
-    for name in [*sys.modules]:
-        if name.partition(".")[0] == "deepspeed":
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(installing, "_is_installed", lambda name: name != "deepspeed")
+    pair_layers.without_packages(monkeypatch, "deepspeed")
 
 
 def caller(source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = ModuleType("caller_of_deepspeed")
-    exec(source, vars(module))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
+    return pair_layers.caller("caller_of_deepspeed", source, monkeypatch)
 
 
 def assert_attends(module: ModuleType) -> None:

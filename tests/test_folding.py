@@ -50,34 +50,25 @@ def pairs(*batch: int) -> tuple[Tensor, Tensor]:
 
 # install() of the two functions that they call.
 
+IN_TORCH = {"triangle_attention": "torch"}
+
 
 @kinds
 @pytest.mark.parametrize("starting", [True, False])
 @pytest.mark.parametrize(
-    ("package", "without", "installed", "flags", "tolerance"),
+    ("package", "without", "functions", "flags", "tolerance"),
     [
-        ("boltz", {}, cuequivariance.install, {"use_kernels": True}, 2e-5),
-        (
-            "protenix",
-            {"triangle_attention": "torch"},
-            cuequivariance.install,
-            {"triangle_attention": "cuequivariance"},
-            2e-5,
-        ),
-        (  # Protenix casts to bfloat16 for it, the stand-in does not
-            "protenix",
-            {"triangle_attention": "torch"},
-            evoformer.install,
-            {"triangle_attention": "deepspeed"},
-            5e-2,
-        ),
+        ("boltz", {}, cuequivariance, {"use_kernels": True}, 2e-5),
+        ("protenix", IN_TORCH, cuequivariance, {"triangle_attention": "cuequivariance"}, 2e-5),
+        # Protenix casts to bfloat16 for it, the stand-in does not.
+        ("protenix", IN_TORCH, evoformer, {"triangle_attention": "deepspeed"}, 5e-2),
     ],
 )
-def test_install_changes_nothing(package, kind, starting, without, installed, flags, tolerance):
+def test_install_changes_nothing(package, kind, starting, without, functions, flags, tolerance):
     layer = triangle(package, kind, starting)
     x, keep = pairs(1) if package == "boltz" else pairs()
     wanted = results(layer, lambda x: layer(x, mask=keep, **without), x)
-    with installed():
+    with functions.install():
         found = results(layer, lambda x: layer(x, mask=keep, **flags), x)
     assert_same(found, wanted, tolerance)
 
