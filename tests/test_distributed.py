@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from unittest import mock
 
 import processes
@@ -512,14 +512,12 @@ IN_PIECES = "zigzag, heads in pieces, statistics of all keys"
 
 
 def cases_of_rings(world):
-    contiguous = [
-        (name, "contiguous", lengths)
-        for name in RINGS
-        for lengths in (*LENGTHS[world], ALIKE[world])
-    ]
+    cases = [(name, "contiguous", lengths) for name in RINGS for lengths in LENGTHS[world]]
+    cases += [(name, "contiguous", ALIKE[world]) for name in ("full", "table", "mask and sink")]
     names = [name for name in RINGS if name != "two queries for a key"]
-    orders = ("zigzag", IN_PIECES)
-    return contiguous + [(name, order, ZIGZAG[world]) for order in orders for name in names]
+    return cases + [
+        (name, order, ZIGZAG[world]) for order in ("zigzag", IN_PIECES) for name in names
+    ]
 
 
 def run_ring(given, group, case, rank, device):
@@ -722,12 +720,12 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**LLAMA, attn_implementation="eager"))
 
 
-def losses(model, tokens, **others):
+def losses(model, tokens):
     """Of a few steps of training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     found = []
     for _ in range(STEPS):
-        loss = model(input_ids=tokens, **({"labels": tokens} | others)).loss
+        loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -776,7 +774,7 @@ def models(rank, world, device, folder):
     return found
 
 
-# A model of torchtitan 0.3: a copy of its interface
+# Attention of torchtitan 0.3: a copy of its interface
 
 
 class ScaledDotProductAttention(torch.nn.Module):
@@ -802,29 +800,6 @@ def apply_cp_to_forward(module, mesh):
     module.forward = forward
 
 
-class TitanOutput(NamedTuple):  # in which FSDP finds tensors
-    loss: Tensor
-
-
-class Titan(torch.nn.Module):
-    def __init__(self, inner_attention):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.positions = torch.nn.Embedding(96, 32), torch.nn.Embedding(12, 32)
-        self.qkv, self.head = torch.nn.Linear(32, 64), torch.nn.Linear(32, 96)
-        self.inner_attention = inner_attention
-
-    def forward(self, input_ids, labels, positions):
-        hidden = self.tokens(input_ids) + self.positions(positions)
-        q, k, v = self.qkv(hidden).unflatten(-1, (8, 8)).split((4, 2, 2), 2)
-        output = self.inner_attention(
-            q, k, v, attention_masks=None, scale=None, enable_gqa=True
-        ).contiguous()
-        logits = self.head(hidden + output.flatten(2))
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return TitanOutput(loss)
-
-
 def inner_attention():
     """The class of the guide."""
     guide = (Path(__file__).parents[1] / "docs" / "guides" / "distributed.md").read_text()
@@ -837,20 +812,15 @@ def inner_attention():
     return names["InnerAttention"]()
 
 
-def titan_losses(inner_attention, mesh=None):
-    """With a mesh: of this rank's part of the sequence, parameters sharded over the same ranks."""
-    model, tokens = Titan(inner_attention), batch()
-    labels = tokens.roll(-1, 1)
-    given = {"tokens": tokens, "labels": labels, "positions": torch.arange(12).expand(4, 12)}
+def titan_attention(inner_attention, mesh=None):
+    """Output, and gradients of a sum; with a mesh, of this rank's part of the sequence."""
+    tensors = [each.transpose(1, 2) for each in of_ring(12, dims=(8, 8)).values()]
     if mesh is not None:
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model, mesh=mesh)
-        given = {
-            name: megasoftmax.zigzag_chunk(each, mesh.size(), 1)[mesh.get_local_rank()]
-            for name, each in given.items()
-        }
-    return losses(model, **given)
+        rank = mesh.get_local_rank()
+        tensors = [megasoftmax.zigzag_chunk(each, mesh.size(), 1)[rank] for each in tensors]
+    tensors = [each.requires_grad_() for each in tensors]
+    output = inner_attention(*tensors, attention_masks=None, scale=None, enable_gqa=True)
+    return [output.detach(), *torch.autograd.grad(output.sin().sum(), tensors)]
 
 
 # The processes
@@ -873,7 +843,7 @@ def worker(rank, world, device, folder):
         found["context_parallel"] = in_context_parallel(mesh, rank)
         inner = inner_attention()
         apply_cp_to_forward(inner, mesh)
-        found["titan"] = titan_losses(inner, mesh)
+        found["titan"] = titan_attention(inner, mesh)
         if world == 2:
             found["compiled ring"] = compiled_ring(group)
     if world == 2:
@@ -1015,13 +985,12 @@ def test_zigzag_is_the_order_of_torchs_context_parallel(ranks, world):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_torchtitan_with_fsdp_beside_a_ring(ranks, world):
-    """Each rank has a part of the sequence: the mean of their losses is that of one process."""
-    wanted = titan_losses(ScaledDotProductAttention())
-    found = [rank["titan"] for rank in ranks(world)]
-    mean = [sum(step) / world for step in zip(*found, strict=True)]
-    assert mean == pytest.approx(wanted, rel=1e-5)
-    assert titan_losses(inner_attention()) == pytest.approx(wanted, rel=1e-5)
+def test_attention_of_torchtitan_in_a_ring(ranks, world):
+    wanted = titan_attention(ScaledDotProductAttention())
+    parts = zip(*(rank["titan"] for rank in ranks(world)), strict=True)
+    found = [megasoftmax.zigzag_cat(each, 1) for each in parts]
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(titan_attention(inner_attention()), wanted)
 
 
 def test_torchtitans_masks_are_refused():
