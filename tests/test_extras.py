@@ -1,11 +1,12 @@
 """Where a package is missing, commands and examples name the extra that has it."""
 
-import json
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 from megasoftmax._extras import EXTRAS, missing_extra
 
@@ -28,60 +29,41 @@ def run_without(missing, *command):
     else:
         runpy.run_module(command[0], run_name="__main__")
 """
-# Runs several commands, each in a fork of a process that has imported torch.
-EACH_IN_A_FORK = """
-import json, os
-import torch
-
-for number, given in enumerate(json.loads(sys.argv[1])):
-    if (child := os.fork()) == 0:
-        os.dup2(os.open(f"{number}", os.O_WRONLY | os.O_CREAT), 2)
-        run_without(*given)
-        sys.exit()
-    _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status), flush=True)  # else forks print it too
-"""
-CASES = [  # package, command, extra
-    ("typer", ["megasoftmax"], "examples"),
-    ("rich", ["megasoftmax", "explain", "8x8"], "examples"),
-    ("transformers", ["megasoftmax", "regress"], "transformers"),
-    ("matplotlib", ["megasoftmax", "regress"], "examples"),
-    ("typer", [f"{ROOT}/examples/train_gpt.py"], "examples"),
-    ("transformers", [f"{ROOT}/examples/generate.py"], "transformers"),
-    ("megatron", [f"{ROOT}/examples/train_megatron_gpt.py"], "megatron"),
-]
 
 
-def run(script, *arguments, cwd=ROOT):
-    line = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=cwd)
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [
+        ("typer", ["megasoftmax"], "examples"),
+        ("rich", ["megasoftmax", "explain", "8x8"], "examples"),
+        ("transformers", ["megasoftmax", "regress"], "transformers"),
+        ("matplotlib", ["megasoftmax", "regress"], "examples"),
+        ("typer", [f"{ROOT}/examples/train_gpt.py"], "examples"),
+        ("transformers", [f"{ROOT}/examples/generate.py"], "transformers"),
+        ("megatron", [f"{ROOT}/examples/train_megatron_gpt.py"], "megatron"),
+    ],
+)
+def test_missing_package_is_named_with_its_extra(package, command, extra, forks, tmp_path):
+    done = forks.run(f"{WITHOUT}\nrun_without({package!r}, *{command!r})", cwd=tmp_path)
+    assert done.returncode > 0
+    assert f"{package} is not installed: pip install 'megasoftmax[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
-def test_missing_package_is_named_with_its_extra(tmp_path):
-    given = json.dumps([(package, *command) for package, command, _ in CASES])
-    codes = run(WITHOUT + EACH_IN_A_FORK, given, cwd=tmp_path).stdout.split()
-    for number, (code, (package, command, extra)) in enumerate(zip(codes, CASES, strict=True)):
-        errors = (tmp_path / str(number)).read_text()
-        assert int(code) > 0, command
-        expected = f"{package} is not installed: pip install 'megasoftmax[{extra}]'"
-        assert expected in errors, command
-        assert "Traceback" not in errors
-
-
-def test_what_megatron_lacks_is_named_by_the_import(tmp_path):
+def test_what_megatron_lacks_is_named_by_the_import(forks, tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("import triton")
     (core.parent / "__init__.py").touch()
     command = f"sys.path.insert(0, {str(tmp_path)!r})\n"
     command += "run_without('triton', 'megasoftmax.integrations.megatron')"
-    done = run(WITHOUT + command)
-    last = done.stderr.splitlines()[-1]
+    last = forks.run(WITHOUT + command).stderr.splitlines()[-1]
     assert last.endswith("Error: triton is not installed: pip install 'megasoftmax[megatron]'")
 
 
 def test_missing_torch_says_how_to_get_it():
-    done = run(WITHOUT + "run_without('torch', 'megasoftmax')")
+    line = [sys.executable, "-c", WITHOUT + "run_without('torch', 'megasoftmax')"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode > 0
     assert "megasoftmax needs torch >= 2.11: `pip install torch`" in done.stderr
 
