@@ -15,6 +15,8 @@ from megasoftmax.reference.topk import ForwardArguments
 INF, NAN = torch.inf, torch.nan
 LIMITS = kernel_limits().topk
 MAX_K, MAX_COLUMNS = LIMITS["kTileMaxK"], LIMITS["kRouterMaxColumns"]
+# Columns and K.
+SIZES = ((8, 2), (16, 16), (64, 6), (72, 8), (160, 6), (256, 8), (384, 9), (1024, 16))
 gpu = pytest.mark.gpu
 
 SCORES = [("sigmoid", True), ("sigmoid", False), ("softmax", True)]
@@ -75,16 +77,7 @@ def check(function, logits, k, *, score, selection_bias=None, scale=1.0, renorma
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_choice(score, has_bias, renormalize, dtype, device):
-    for columns, k in (
-        (8, 2),
-        (16, 16),
-        (64, 6),
-        (72, 8),
-        (160, 6),
-        (256, 8),
-        (384, 9),
-        (1024, 16),
-    ):
+    for columns, k in SIZES:
         logits = normal(3, 37, columns, device=device, dtype=dtype)
         bias = normal(columns, device=device, seed=2) / 4 if has_bias else None
         for scale in (1.0, -0.6):
