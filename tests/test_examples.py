@@ -46,12 +46,17 @@ def run(tmp_path, monkeypatch, capsys):
     torch.set_num_threads(threads)
 
 
+def run_alone(folder, *arguments):
+    """What a Python process of its own prints."""
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def test_example_runs_from_the_command_line(tmp_path):
     """In a process of its own, which finds the modules beside the example. Others run below."""
-    command = [sys.executable, EXAMPLES / "train_gpt.py", *TINY]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert "megasoftmax: " in result.stdout
+    assert "megasoftmax: " in run_alone(tmp_path, EXAMPLES / "train_gpt.py", *TINY)
 
 
 def test_cells_of_the_notebook_run():
@@ -135,21 +140,6 @@ def test_a_cpu_computes_with_one_thread_unless_told(variable, expected, monkeypa
         torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def plant(monkeypatch):
-    """plant(change): attention with the mask and the options that change(mask, options) gives."""
-    original = integration.attention_forward
-
-    def plant_fault(change):
-        def faulty_forward(module, query, key, value, mask, **options):
-            mask, options = change(mask, options)
-            return original(module, query, key, value, mask, **options)
-
-        monkeypatch.setattr(integration, "attention_forward", faulty_forward)
-
-    return plant_fault
-
-
 @pytest.mark.parametrize("loss", [1.5, math.nan])
 def test_last_losses_that_differ_are_noticed(loss):
     agree = runpy.run_path(str(EXAMPLES / "training.py"))["curves_agree"]
@@ -194,11 +184,33 @@ def test_comparison_agrees(example, device, run):
     assert verdict in output
 
 
+def of_mask(**change):
+    return lambda mask, options: (mask._replace(**change), options)
+
+
+def of_option(name, factor):
+    return lambda mask, options: (mask, options | {name: factor and factor * options[name]})
+
+
+# What mask and options of the attention function become, or a function and its options; further
+# arguments of the example, and its verdict.
 FAULTS = {
-    "train_gpt.py": ([], "THE CURVES DIFFER"),
-    "train_packed.py": (["--steps=30", "--batch=5", "--lr=0.01"], "THE CURVES DIFFER"),
-    "generate.py": (["--temperature=0.3", *SAMPLE], "THE SAMPLES DIFFER"),
-    **dict.fromkeys(COMPARISONS, ([], "the first gradients DIFFER")),
+    "train_gpt.py": (of_mask(causal=False), [], "THE CURVES DIFFER"),
+    "train_packed.py": (
+        *(of_mask(visible=None), ["--steps=30", "--batch=5", "--lr=0.01"]),
+        "THE CURVES DIFFER",
+    ),
+    "generate.py": (
+        *(("sample", {"scale": 1.0}), ["--temperature=0.3", *SAMPLE]),
+        "THE SAMPLES DIFFER",
+    ),
+    "finetune_t5.py": (of_option("position_bias", 1.01), [], "the first gradients DIFFER"),
+    "train_sinks.py": (of_option("s_aux", None), [], "the first gradients DIFFER"),
+    "train_router.py": (
+        *(("softmax_topk", {"renormalize": False}), []),
+        "the first gradients DIFFER",
+    ),
+    "triangle_attention.py": (("attention", {"bias": None}), [], "the first gradients DIFFER"),
 }
 
 
@@ -210,35 +222,25 @@ def test_triangle_attention_keeps_no_scores(run):
 
 
 @pytest.mark.parametrize("example", FAULTS)
-def test_fault_is_noticed(example, run, plant, monkeypatch):
-    """Never causal, documents that see others, no scale, another bias or none, no division."""
+def test_fault_is_noticed(example, run, monkeypatch):
+    fault, arguments, verdict = FAULTS[example]
+    if callable(fault):
+        owner, name = integration, "attention_forward"
+        original = integration.attention_forward
 
-    def without(function, **options):
-        original = getattr(megasoftmax, function)
+        def faulty(module, query, key, value, mask, **options):
+            mask, options = fault(mask, options)
+            return original(module, query, key, value, mask, **options)
+    else:
+        owner, (name, changed) = megasoftmax, fault
+        original = getattr(megasoftmax, name)
 
         def faulty(*tensors, **given):
-            return original(*tensors, **(given | options))
+            return original(*tensors, **(given | changed))
 
         faulty.why_not_fused = functools.partial(megasoftmax.why_not_fused, original)
-        monkeypatch.setattr(megasoftmax, function, faulty)
-
-    if example == "train_gpt.py":
-        plant(lambda mask, options: (mask._replace(causal=False), options))
-    elif example == "train_packed.py":
-        plant(lambda mask, options: (mask._replace(visible=None), options))
-    elif example == "generate.py":
-        without("sample", scale=1.0)
-    elif example == "train_router.py":
-        without("softmax_topk", renormalize=False)
-    elif example == "triangle_attention.py":
-        without("attention", bias=None)
-    elif example == "train_sinks.py":
-        plant(lambda mask, options: (mask, options | {"s_aux": None}))
-    else:
-        bias = "position_bias"
-        plant(lambda mask, options: (mask, options | {bias: 1.01 * options[bias]}))
-    change, verdict = FAULTS[example]
-    code, output = run(example, "--device=cpu", *TINY, *change)
+    monkeypatch.setattr(owner, name, faulty)
+    code, output = run(example, "--device=cpu", *TINY, *arguments)
     assert code == 1, output
     assert verdict in output
     assert example not in COMPARISONS or COMPARISONS[example][1] not in output
@@ -337,12 +339,8 @@ def test_config_is_refused(command, tmp_path, text, message):
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_train_megatron_gpt_learns(device, tmp_path):
     change = ["--steps=60", "--batch=8", "--lr=0.01", "--window=8", "--layers=2"]
-    command = [sys.executable, EXAMPLES / "train_megatron_gpt.py", "--device", device]
-    result = subprocess.run(
-        [*command, *TINY, *change], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    output = result.stdout
+    example = EXAMPLES / "train_megatron_gpt.py"
+    output = run_alone(tmp_path, example, "--device", device, *TINY, *change)
     losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)\n", output)]
     assert len(losses) == 10
     first, last = map(float, re.search(r"\nloss (\S+) to (\S+),", output).groups())
@@ -352,16 +350,14 @@ def test_train_megatron_gpt_learns(device, tmp_path):
 
 
 def test_train_ring_compares(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command.append(EXAMPLES / "train_ring.py")
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    pairs = re.findall(r"step \d+: loss (\S+), over 2 ranks (\S+)\n", result.stdout)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = run_alone(tmp_path, *launcher, EXAMPLES / "train_ring.py")
+    pairs = re.findall(r"step \d+: loss (\S+), over 2 ranks (\S+)\n", output)
     assert len(pairs) == 10
     assert all(abs(float(whole) - float(split)) < 1e-4 for whole, split in pairs)
     assert 5 < float(pairs[0][0]) < 6.5  # log 256 = 5.5
     assert float(pairs[-1][0]) < float(pairs[0][0])
-    assert "the losses agree" in result.stdout
+    assert "the losses agree" in output
 
 
 def test_fault_of_a_ring_is_noticed(run, monkeypatch):
