@@ -792,7 +792,7 @@ def test_library_of_kernels_that_cannot_be_loaded_is_an_error(ask, monkeypatch, 
 def test_each_launcher_is_registered_once_and_in_the_library_where_it_is_looked_for():
     types = {"__half": "float16", "__nv_bfloat16": "bfloat16", "float": "float32", "Tf32": "tf32"}
     files = [path for path in extension.sources() if path.parent.name == "instances"]
-    registered = []
+    registered, sources = [], functools.cache(extension.sources)
     for path in files:
         text = path.read_text()
         found = re.findall(r'Registration<(\w+), \w+> \w+\(\s*"(\w+)",\s*\w+<(\w+)', text)
@@ -800,7 +800,7 @@ def test_each_launcher_is_registered_once_and_in_the_library_where_it_is_looked_
         for name, launcher, argument in found:
             assert name == argument
             registered.append(f"{launcher}_{types[name]}")
-            assert path in extension.sources(extension.library_of(registered[-1]))
+            assert path in sources(extension.library_of(registered[-1]))
     assert len(registered) == len({*registered})
     asked = "".join(path.read_text() for path in CSRC.glob("*/launch_*.cpp"))
     names = {name.rpartition("_")[0] for name in registered}
