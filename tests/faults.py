@@ -15,7 +15,7 @@ def without(name):
 
 def other_scale(function, *tensors, **given):
     scale = given.get("scale")
-    return function(*tensors, **(given | {"scale": 1.03 * (0.3 if scale is None else scale)}))
+    return function(*tensors, **(given | {"scale": 1.01 * (0.3 if scale is None else scale)}))
 
 
 def lost_query(function, *tensors, **given):

@@ -653,7 +653,7 @@ def test_masks_of_keys_beside_biases(
 ) -> None:
     """Blocks take turns at dQ. Those with keys 128 to 255 have none in every second batch."""
     batch = 3000 // dim  # a sum of dQ for each tile of keys would take 18 MB
-    q, k, v = tensors("cuda", dtype, batch=batch, lengths=(200, keys), dims=(dim, dim))
+    q, k, v = tensors("cuda", dtype, batch=batch, lengths=(200, keys), dims=dim)
     shape = (1 if is_shared else batch, 4, 200, keys)
     bias = normal(*shape, device="cuda", dtype=dtype, seed=4).requires_grad_()
     mask = coin(batch, 1, 1, keys, device="cuda", odds=0.3, seed=6)

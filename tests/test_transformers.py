@@ -396,6 +396,25 @@ def test_generates_the_same_tokens(implementation, member, padding):
         assert len(expected[:, LENGTH:].unique()) > 4
 
 
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("static", [False, True])
+def test_prefill_in_two_parts(implementation, family, static, padding):
+    """The second part has more keys than queries, and with a static cache unused keys as well."""
+    pair = build_pair(implementation, family)
+    batch = build_batch(padding)
+    ids, keep = batch["input_ids"], batch.get("attention_mask")
+    logits = []
+    for model in pair:
+        cache = StaticCache(model.config, max_cache_len=LENGTH + 5) if static else None
+        for part in (slice(0, 7), slice(7, LENGTH)):
+            seen = None if keep is None else keep[:, : part.stop]
+            output = model.eval()(ids[:, part], attention_mask=seen, past_key_values=cache)
+            cache = output.past_key_values
+        logits.append(output.logits)
+    real = torch.ones(BATCH, LENGTH - 7, dtype=torch.bool) if keep is None else keep[:, 7:].bool()
+    torch.testing.assert_close(logits[0][real], logits[1][real], rtol=1e-5, atol=1e-5)
+
+
 # Kinds of caches, past the window
 
 
