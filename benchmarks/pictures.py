@@ -441,7 +441,7 @@ def draw_marks(
 
 
 def draw_microseconds(axis: plt.Axes, cases: Mapping[str, Case], title: str) -> None:
-    """As `draw_marks`, on a logarithmic axis."""
+    """Draws marks on a logarithmic axis of microseconds."""
     draw_marks(axis, cases, "microseconds", title, "µs, less is better")
     axis.set_xlim(auto=True)
     axis.set_xscale("log")

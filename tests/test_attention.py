@@ -651,8 +651,9 @@ def test_gradients_of_shared_biases_in_order(
 def test_masks_of_keys_beside_biases(
     is_shared: bool, keys: int, dim: int, dtype: torch.dtype, in_order: bool
 ) -> None:
-    """Blocks take turns at dQ. Those with keys 128 to 255 have none in every second batch."""
-    batch = 3000 // dim  # a sum of dQ for each tile of keys would take 18 MB
+    """In deterministic mode blocks take turns at dQ. In every second batch keys 128 to 255 are
+    masked, so a block has none."""
+    batch = 3000 // dim  # a sum of dQ for each tile of keys would take 28 MB
     q, k, v = tensors("cuda", dtype, batch=batch, lengths=(200, keys), dims=dim)
     shape = (1 if is_shared else batch, 4, 200, keys)
     bias = normal(*shape, device="cuda", dtype=dtype, seed=4).requires_grad_()

@@ -96,7 +96,7 @@ def explain_topk(
         max_cluster=device.max_cluster,
     )
     (regime,) = answer.pop("regime")
-    plan = {name: int(value) for name, (value,) in answer.items()}  # by the names of the fields
+    plan = {name: int(value) for name, (value,) in answer.items()}  # fields of TopkExplanation
     logits = rows * columns * dtype.itemsize
     results = rows * (k * (dtype.itemsize + _INDEX_BYTES) + _STATISTICS_BYTES)
     mask_bytes = rows * columns if masked else 0

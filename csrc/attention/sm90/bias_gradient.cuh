@@ -81,16 +81,16 @@ struct HopperBiasGradientMemory {
 // read the same members.
 template <class Memory>
 struct TileOfBias {
-  const int key_tiles, tiles, tile, first_query, first_key;
+  const int key_tiles, tiles_of_entry, tile, first_query, first_key;
   const BiasMembers members;
 
   __device__ TileOfBias(const AttentionBackwardParams& params, int index)
       : key_tiles(divide_up(params.keys, Memory::kKeys)),
-        tiles(key_tiles * divide_up(params.queries, Memory::kQueries)),
-        tile(index % tiles),
+        tiles_of_entry(key_tiles * divide_up(params.queries, Memory::kQueries)),
+        tile(index % tiles_of_entry),
         first_query(tile / key_tiles * Memory::kQueries),
         first_key(tile % key_tiles * Memory::kKeys),
-        members(params, index / tiles) {}
+        members(params, index / tiles_of_entry) {}
   // Parts of all tiles.
   __host__ __device__ static int64_t count(const AttentionBackwardParams& params) {
     return params.bias_parts * params.bias_batches() * params.bias_heads() *
@@ -102,9 +102,10 @@ struct TileOfBias {
 template <class Memory>
 __device__ __forceinline__ void copy_members(const AttentionBackwardParams& params,
                                              const NarrowTensorMaps& maps, const Memory& memory) {
-  const bool has_bits = params.block_mask.words != nullptr;
+  const bool has_mask = params.block_mask.words != nullptr;
   const int tiles = static_cast<int>(TileOfBias<Memory>::count(params));
-  int step = 0;  // of all tiles, of which each has a member
+  // Counts members of all tiles. Each part has at least one, which others wait for.
+  int step = 0;
   uint32_t round = 0;
   for (int index = static_cast<int>(blockIdx.x); index < tiles; index += gridDim.x, ++round) {
     const TileOfBias<Memory> tile(params, index);
@@ -114,7 +115,7 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
         min(Memory::kQueries, params.queries - query) * static_cast<int>(sizeof(RowOfBackward));
     const int first_copy = key / Memory::kKeysOfCopy;
     const int last_copy = (min(key + Memory::kKeys, params.keys) - 1) / Memory::kKeysOfCopy;
-    const int bit_bytes = has_bits ? Memory::kBytesOfCopy * (last_copy - first_copy + 1) : 0;
+    const int bit_bytes = has_mask ? Memory::kBytesOfCopy * (last_copy - first_copy + 1) : 0;
     for (int member = members.begin; member < members.end; ++member, ++step) {
       int batch, head, key_head, rest;
       members.place(params, member, batch, head);
@@ -131,7 +132,7 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
       start_copy_of_bytes(memory.rows(stage),
                           params.rows_of_backward + params.row_index(batch, head, query), row_bytes,
                           there);
-      if (has_bits)
+      if (has_mask)
         start_copy_of_bytes(memory.bits(stage),
                             params.block_mask.of(batch, head) + params.block_mask.layout.bits() +
                                 first_copy * (Memory::kKeysOfCopy / 32),
@@ -183,7 +184,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     end_products();
   };
   RowOfBackward rows[2];  // of the member at hand
-  // Whether deltas are finite. With a mask also whether offsets are not large: rows have no maxima.
+  // Whether all deltas are finite and, with a mask, all maxima are 0: offsets have them then.
   bool are_plain = false;
   const auto load_rows = [&](int stage) {
 #pragma unroll
@@ -196,7 +197,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     };
     are_plain = __all_sync(~0u, is_plain(rows[0]) && is_plain(rows[1])) != 0;
   };
-  int first_bit = 0;  // that of the first key of a tile in what is copied
+  int first_bit = 0;  // of the first key of a tile, in the copied words
   const auto add = [&]<int kHalf>(int stage) {
     constexpr int kBuffer = kHalf % kBuffers;
     constexpr int kN = Memory::eights(kHalf);
@@ -213,13 +214,13 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
             Memory::kKeys % 32 == 0 ? words[i] : __funnelshift_r(words[i], words[i + 1], at % 32);
       if ((bits[0] & bits[1]) == ~0u) return;  // no key is visible
     }
-    const bool has_bits = kMasksKeys && (bits[0] | bits[1]) != 0;
+    const bool excludes_keys = kMasksKeys && (bits[0] | bits[1]) != 0;
     bits[0] >>= mine.column;
     bits[1] >>= mine.column;
     const auto is_visible = [&](int n, int i) {
       return !kMasksKeys || (bits[n / 4] >> (n % 4 * 8 + i % 2) & 1) == 0;
     };
-    const auto weigh = [&]<bool kArePlain>() {
+    const auto weigh = [&]<bool kHasMax>() {
       add_bias(reinterpret_cast<Accumulators<1, kN>&>(weights[kBuffer]), params.logit_scale,
                TileBias<T, false, Panel>({memory.bias(warpgroup, kHalf)}, 16 * warp, 0));
 #pragma unroll
@@ -228,7 +229,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       for (int i = 0; i < 4 * kN; ++i) {
         const RowOfBackward& row = rows[i % 4 / 2];
         float& weight = weights[kBuffer][i / 4][i % 4];
-        const float relative = kArePlain ? weight : weight - row.max;
+        const float relative = kHasMax ? weight - row.max : weight;
         weight = exp2_approximate(fmaf(relative, kLog2E, -row.log2_sum));
       }
     };
@@ -246,19 +247,19 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     const auto is_counted = [&](int n, int i) {
       return is_visible(n, i) && weights[kBuffer][n][i] != 0.f;
     };
+    // With a mask the branch comes before the weights, so that the compiler fills waits of weights
+    // with instructions of sums. Without one that takes 5 to 11% longer in most shapes.
     if constexpr (!kMasksKeys) {
-      weigh.template operator()<false>();
-      are_plain ? add_if(is_any) : add_if(is_counted);
-      // With a mask no branch parts weights from sums: the compiler fills waits of one with
-      // instructions of the other. Without a mask that takes 5 to 11% longer.
-    } else if (!are_plain) {
-      weigh.template operator()<false>();
-      add_if(is_counted);
-    } else if (has_bits) {
       weigh.template operator()<true>();
+      are_plain ? add_if(is_any) : add_if(is_counted);
+    } else if (!are_plain) {
+      weigh.template operator()<true>();
+      add_if(is_counted);
+    } else if (excludes_keys) {
+      weigh.template operator()<false>();
       add_if(is_visible);
     } else {
-      weigh.template operator()<true>();
+      weigh.template operator()<false>();
       add_if(is_any);
     }
   };
@@ -299,7 +300,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums[i / 32][i / 4 % 8][i % 4] = 0.f;
     memory.bias_is_there().wait(round & 1);
-    // One more, of the next tile.
+    // The first step of the next tile is copied, too.
     [[maybe_unused]] const int end_of_copies =
         index + static_cast<int>(gridDim.x) < tiles ? end + 1 : end;
 #pragma unroll 1
@@ -317,7 +318,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       add.template operator()<0>(stage);
       if constexpr (kBuffers == 1) start.template operator()<1>(step);
       wait_for_products<0>();
-      if constexpr (kStartsNextStep) {  // after the last step: products that nobody reads
+      if constexpr (kStartsNextStep) {  // after the last tile: products that nobody reads
         if (step + 1 < end_of_copies) wait_for_stage(step + 1);
         start.template operator()<0>(step + 1);
       }
@@ -325,7 +326,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       __syncwarp();  // all lanes have read its rows
       if (lane == 0) memory.stage_is_used(stage).arrive();
     }
-    touch(sums[0]);  // the bias was read
+    touch(sums[0]);  // made before the place of the bias is free
     touch(sums[1]);
     __syncwarp();
     if (lane == 0) memory.bias_is_used().arrive();

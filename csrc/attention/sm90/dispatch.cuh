@@ -237,7 +237,8 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         const int64_t tiles = TileOfBias<Memory>::count(params);
         const int64_t room = current_device().multiprocessors;
-        if (tiles > INT32_MAX - room) return cudaErrorInvalidValue;  // blocks count beyond the last
+        // The index of a tile and the number of blocks are added.
+        if (tiles > INT32_MAX - room) return cudaErrorInvalidValue;
         const int64_t blocks = Memory::kTile.is_persistent() ? std::min(tiles, room) : tiles;
         NarrowTensorMaps maps;
         MEGASOFTMAX_RETURN_IF_ERROR(
@@ -308,7 +309,8 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
         // dimension of 128, those with it have OrderOfTurns::kFirstKeysFirst, which would make the
         // others slower.
         constexpr bool kIsWide = kAttentionHopperBackwardTiles[kIndex].is_wide();
-        // A relative bias beside a mask of keys takes the kernel for all masks: see hopper_mask.
+        // With turns, a relative bias beside a mask of keys takes the kernel for all masks: see
+        // hopper_mask.
         constexpr bool kHasInstanceForTurns =
             !kIsWide && (is_bias(kBias) || kMask == HopperMask::kAny) &&
             !(kBias == HopperBias::kTable && kMask == HopperMask::kKeys);

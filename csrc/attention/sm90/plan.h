@@ -357,9 +357,9 @@ inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
   return plan;
 }
 
-// Whether the gradient of a shared bias takes about as long in order as by atomics, which add
-// rounded terms.
-inline bool is_fast_in_order(const AttentionBackwardParams& params, const Device& device) {
+// Whether the gradient of a shared bias is summed in order in every mode, so that it is rounded
+// once.
+inline bool is_always_in_order(const AttentionBackwardParams& params, const Device& device) {
   const int head_dim = std::max(params.head_dim, params.value_dim);
   return head_dim > kSmallHeadDim && head_dim <= kMostHeadDimInOrder &&
          params.members_of_bias() >= kFewestMembersInOrder &&
@@ -481,7 +481,7 @@ struct Sm90 {
     if (plan.bias_gradient == BiasGradient::kShared) {
       if (sums_in_clusters(params)) {
         plan.bias_gradient = BiasGradient::kInClusters;
-      } else if (is_deterministic || is_fast_in_order(params, device)) {
+      } else if (is_deterministic || is_always_in_order(params, device)) {
         set_in_order(plan, params, device);
       }
     }
