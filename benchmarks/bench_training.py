@@ -17,6 +17,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 import measure
 import torch
@@ -43,6 +44,7 @@ GRADIENT_TOLERANCE = 0.4
 WRONG = "wrong: "
 
 Gradients = dict[str, Tensor | None]  # by the name of the parameter
+Result = TypeVar("Result")
 Row = dict[str, str]
 
 
@@ -104,14 +106,16 @@ def distance(actual: Gradients, expected: Gradients) -> tuple[float, str]:
     return max(found)
 
 
-def attempt(function: Callable[[], measure.Result], row: Row) -> measure.Result | None:
+def attempt(function: Callable[[], Result], row: Row) -> Result | None:
     """What it returns; None, and a note in the row, when it fails."""
-    result, refusal = measure.attempt(function)
-    if refusal:
-        is_full = torch.OutOfMemoryError.__name__ in refusal
-        row["note"] = "out of memory" if is_full else WRONG + refusal
-        measure.release()
-    return result
+    try:
+        return function()
+    except torch.OutOfMemoryError:
+        row["note"] = "out of memory"
+    except Exception as error:
+        row["note"] = WRONG + measure.reason(error, [])
+    measure.release()  # outside of the handler, which holds the frames and their tensors
+    return None
 
 
 def compare(training: Training, rows: dict[str, Row]) -> None:

@@ -15,7 +15,9 @@ def without(name):
 
 def other_scale(function, *tensors, **given):
     scale = given.get("scale")
-    return function(*tensors, **(given | {"scale": 1.01 * (0.3 if scale is None else scale)}))
+    if scale is None:  # of attention, or of rows
+        scale = tensors[0].shape[-1] ** -0.5 if len(tensors) > 2 else 1.0
+    return function(*tensors, **(given | {"scale": 1.01 * scale}))
 
 
 def lost_query(function, *tensors, **given):

@@ -269,11 +269,11 @@ def test_bad_arguments_are_named(change, error, message):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_training_follows_the_parameters(autocast, device):
     """Losses and parameters of 10 steps of the module and of the formula."""
-    inputs = make_inputs(7, 7, device)
-    target = normal(BATCH, HEADS, 7, VALUE_DIM, device=device, seed=6)
+    inputs = [each.to(device) for each in make_inputs(7, 7)]  # the same draws on all devices
+    target = normal(BATCH, HEADS, 7, VALUE_DIM, device="cpu", seed=6).to(device)
     results = []
     for call in (FusedAttention.__call__, plain):
-        attention = build(OPTIONS["t5 causal"], device)
+        attention = build(OPTIONS["t5 causal"]).to(device)
         optimizer = torch.optim.AdamW(attention.parameters(), lr=0.3, eps=1e-5)
         losses = []
         for _ in range(10):

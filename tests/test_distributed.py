@@ -513,7 +513,8 @@ IN_PIECES = "zigzag, heads in pieces, statistics of all keys"
 
 def cases_of_rings(world):
     cases = [(name, "contiguous", lengths) for name in RINGS for lengths in LENGTHS[world]]
-    cases += [(name, "contiguous", ALIKE[world]) for name in ("full", "table", "mask and sink")]
+    inferred = ("full", "causal", "table", "mask and sink", "two queries for a key")
+    cases += [(name, "contiguous", ALIKE[world]) for name in inferred]
     names = [name for name in RINGS if name != "two queries for a key"]
     return cases + [
         (name, order, ZIGZAG[world]) for order in ("zigzag", IN_PIECES) for name in names
