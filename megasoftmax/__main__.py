@@ -339,6 +339,7 @@ def check_kernels(
     """
     from megasoftmax.check import CheckReport, check  # seconds of imports for other commands
 
+    is_new = not report.exists()
     try:
         report.open("a").close()  # an error comes before the run, not after it
     except OSError as error:
@@ -348,14 +349,17 @@ def check_kernels(
         typer.echo("torch sees no CUDA GPU: the paths of a CPU are checked, and no kernel")
     if seed is None:
         typer.echo(f"Comparing random calls with the reference for {seconds:.0f} s")
-    with Steps(console, math.ceil(seconds)) as told:
+    try:
+        with Steps(console, math.ceil(seconds)) as told, _exit_on(RuntimeError, ValueError, code=2):
 
-        def tell(found: CheckReport) -> None:
-            told.reach(min(math.floor(found.seconds), math.ceil(seconds)), found.verdict)
+            def tell(found: CheckReport) -> None:
+                told.reach(min(math.floor(found.seconds), math.ceil(seconds)), found.verdict)
 
-        with _exit_on(RuntimeError, ValueError, code=2):
             found = check(seconds, families=family or (), device=device, seed=seed, progress=tell)
-    report.write_text(str(found))
+        report.write_text(str(found))
+    finally:
+        if is_new and not report.stat().st_size:  # the run did not end
+            report.unlink()
     for name, tally in found.tallies.items():
         typer.echo(f"{name}: {tally}")
     for outcome in found.failures[:3]:

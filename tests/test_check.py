@@ -190,7 +190,9 @@ def test_command_without_a_result(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "load", lambda: library.Status(False, reason="no nvcc"))
     result = run("--device=cuda", *options)
     assert (result.exit_code, "Error: no kernels to check: no nvcc" in result.output) == (2, True)
+    report.unlink()
     assert run("--device=tpu", *options).exit_code == 2
+    assert not report.exists()
     result = run("--device=cpu", f"--report={tmp_path / 'no folder' / 'report.txt'}")
     assert (result.exit_code, "Error: report: " in result.output) == (2, True)
     report.write_text("an earlier one")
