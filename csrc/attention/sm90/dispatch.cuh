@@ -236,9 +236,9 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
                                 : attention_hopper_bias_gradient_kernel<T, false, kIndex>;
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         const int64_t tiles = TileOfBias<Memory>::count(params);
-        const int64_t room = current_device().multiprocessors;
         // The index of a tile and the number of blocks are added.
-        if (tiles > INT32_MAX - room) return cudaErrorInvalidValue;
+        if (tiles > INT32_MAX / 2) return cudaErrorInvalidValue;
+        const int64_t room = current_device().multiprocessors;
         const int64_t blocks = Memory::kTile.is_persistent() ? std::min(tiles, room) : tiles;
         NarrowTensorMaps maps;
         MEGASOFTMAX_RETURN_IF_ERROR(
