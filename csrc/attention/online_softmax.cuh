@@ -39,16 +39,33 @@ struct OnlineSoftmax {
   }
 
   // Turns scores, or logits, into weights exp(logit - max). Calls rescale(m, half, factor) for the
-  // earlier sums of a row whose maximum changed, and perhaps for other rows.
-  template <bool kAreLogits, int kN, class Rescale>
-  __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, Rescale&& rescale) {
+  // earlier sums of a row whose maximum changed, and perhaps for other rows. If kMends, calls mend()
+  // before, which may change scores, where some score of the warp is NaN.
+  template <bool kAreLogits, bool kMends, int kN, class Rescale, class Mend>
+  __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, Rescale&& rescale,
+                                        Mend&& mend) {
     const float to_logit = kAreLogits ? 1.f : scale;
     float largest[kM][2], magnitude = 0.f;
+    const auto find = [&]<bool kFindsNan>() {
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i)
+        largest[i / 2][i % 2] = largest_of_lane<kFindsNan>(scores, i / 2, i % 2);
+    };
+    find.template operator()<kMends>();
+    if constexpr (kMends) {
+      bool has_nan = false;
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) has_nan |= isnan(largest[i / 2][i % 2]);
+      if (__any_sync(~0u, has_nan)) {
+        mend();
+        find.template operator()<false>();
+      }
+    }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        largest[m][half] = find_largest(scores, m, half, to_logit);
+        largest[m][half] = fmaxf(max[m][half], warp_max<4>(largest[m][half]) * to_logit);
         magnitude = fmaxf(magnitude, fabsf(largest[m][half]));
       }
     }
@@ -71,6 +88,11 @@ struct OnlineSoftmax {
         make_weights(scores, m, half, row, are_large, to_logit);
       }
     }
+  }
+
+  template <bool kAreLogits, int kN, class Rescale>
+  __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, Rescale&& rescale) {
+    weigh<kAreLogits, false>(scores, rescale, [] {});
   }
 
   // Rounds weights of 16 rows to factors of a product, relative to the maxima of earlier tiles. The
@@ -153,17 +175,24 @@ struct OnlineSoftmax {
   // them. Logits that rise by at most kMostRise do not reach it.
   static constexpr float kMostOfTile = 16384.f, kMostRise = 5.f;
 
-  // The largest logit of a row, earlier ones included.
-  template <int kN>
-  __device__ __forceinline__ float find_largest(const Accumulators<kM, kN>& scores, int m, int half,
-                                                float to_logit) const {
+  // The largest score of this lane in a row. If kFindsNan: NaN, if some score is.
+  template <bool kFindsNan, int kN>
+  __device__ __forceinline__ static float largest_of_lane(const Accumulators<kM, kN>& scores, int m,
+                                                          int half) {
+    const auto larger = [](float x, float y) {
+      if constexpr (kFindsNan) {
+        return max_or_nan(x, y);
+      } else {
+        return fmaxf(x, y);
+      }
+    };
     float row;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      const float pair = fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
-      row = n == 0 ? pair : fmaxf(row, pair);
+      const float pair = larger(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
+      row = n == 0 ? pair : larger(row, pair);
     }
-    return fmaxf(max[m][half], warp_max<4>(row) * to_logit);
+    return row;
   }
   // Exponents are score * c - offset, in one instruction instead of two. All weights of a row then
   // have the same error, from rounding max * log2(e), and the sum has it too. The error from

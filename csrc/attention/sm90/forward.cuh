@@ -419,23 +419,19 @@ __global__ void __launch_bounds__(HopperMemory<kBias, kIndex>::kThreads, 1)
         return;
       }
       if constexpr (kCaps) make_logits();
-      if constexpr (Roles::kMasksKeys) {
-        // Where a score or the bias is infinite or no number, -infinity may have become NaN.
-        float all = 0.f;
-#pragma unroll
-        for (int i = 0; i < 4 * kN; ++i) all = max_or_nan(all, scores[0][i / 4][i % 4]);
-        if (params.mask.data != nullptr && __any_sync(~0u, isnan(all))) {
-          Excluded<1, kN> by_mask;
-          by_mask.add_words([&](int, int word) {
-            return excluded_bits(params, queries.batch, head, tiles.key + 32 * word);
-          });
-          by_mask.apply_all(scores, -INFINITY);
-        }
-      }
       const float before[2] = {softmax.max[0][0], softmax.max[0][1]};
       factors[0] = factors[1] = 1.f;
-      softmax.template weigh<kHasBias>(
-          scores, [&](int, int half, float factor) { factors[half] = factor; });
+      softmax.template weigh<kHasBias, Roles::kMasksKeys>(
+          scores, [&](int, int half, float factor) { factors[half] = factor; },
+          [&] {
+            // Where a score or the bias is infinite or no number, -infinity may have become NaN.
+            if (params.mask.data == nullptr) return;
+            Excluded<1, kN> by_mask;
+            by_mask.add_words([&](int, int word) {
+              return excluded_bits(params, queries.batch, head, tiles.key + 32 * word);
+            });
+            by_mask.apply_all(scores, -INFINITY);
+          });
       softmax.decide_reuse(before);
       if (kCaps && (are_large || !takes_small_tanh<T>(params.softcap)))
         softmax.can_reuse_max = false;

@@ -271,13 +271,6 @@ __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The larger one, or NaN if one of them is.
-__device__ inline float max_or_nan(float x, float y) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-  return larger;
-}
-
 // x ^ y, computed here: the compiler may move it neither before nor behind a wait.
 __device__ __forceinline__ uint32_t xor_here(uint32_t x, uint32_t y) {
   uint32_t result;
