@@ -81,11 +81,12 @@ struct HopperBiasGradientMemory {
 // read the same members.
 template <class Memory>
 struct TileOfBias {
-  const int key_tiles, tiles_of_entry, tile, first_query, first_key;
+  const int index, key_tiles, tiles_of_entry, tile, first_query, first_key;
   const BiasMembers members;
 
   __device__ TileOfBias(const AttentionBackwardParams& params, int index)
-      : key_tiles(divide_up(params.keys, Memory::kKeys)),
+      : index(index),
+        key_tiles(divide_up(params.keys, Memory::kKeys)),
         tiles_of_entry(key_tiles * divide_up(params.queries, Memory::kQueries)),
         tile(index % tiles_of_entry),
         first_query(tile / key_tiles * Memory::kQueries),
@@ -98,17 +99,31 @@ struct TileOfBias {
   }
 };
 
+// Calls take(tile, round, is_last) for each tile of a block, counted by `round`.
+template <class Memory, class Take>
+__device__ __forceinline__ void for_each_tile(const AttentionBackwardParams& params, Take&& take) {
+  int index = static_cast<int>(blockIdx.x);
+  if constexpr (Memory::kTile.is_persistent()) {
+    const int tiles = static_cast<int>(TileOfBias<Memory>::count(params));
+#pragma unroll 1
+    for (uint32_t round = 0; index < tiles; ++round) {
+      const int next = index + static_cast<int>(gridDim.x);
+      take(TileOfBias<Memory>(params, index), round, next >= tiles);
+      index = next;
+    }
+  } else {
+    take(TileOfBias<Memory>(params, index), 0, true);
+  }
+}
+
 // The copying thread.
 template <class Memory>
 __device__ __forceinline__ void copy_members(const AttentionBackwardParams& params,
                                              const NarrowTensorMaps& maps, const Memory& memory) {
   const bool has_mask = params.block_mask.words != nullptr;
-  const int tiles = static_cast<int>(TileOfBias<Memory>::count(params));
   // Counts members of all tiles. Each part has at least one, which others wait for.
   int step = 0;
-  uint32_t round = 0;
-  for (int index = static_cast<int>(blockIdx.x); index < tiles; index += gridDim.x, ++round) {
-    const TileOfBias<Memory> tile(params, index);
+  for_each_tile<Memory>(params, [&](const TileOfBias<Memory>& tile, uint32_t round, bool) {
     const BiasMembers& members = tile.members;
     const int query = tile.first_query, key = tile.first_key;
     const int row_bytes =
@@ -139,14 +154,13 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
                             bit_bytes, there);
       if (member > members.begin) continue;
       // The place of the bias is taken until the tile before ends.
-      memory.bias_is_used().wait((round & 1) ^ 1);
+      if constexpr (Memory::kTile.is_persistent()) memory.bias_is_used().wait((round & 1) ^ 1);
       memory.bias_is_there().arrive_and_expect(Memory::kBiasBytes);
       for (int i = 0; i < 2 * Memory::kWarpgroups; ++i)
         start_copy_of_box(memory.bias(i / 2, i % 2), maps.bias, memory.bias_is_there(),
                           key + 64 * (i % 2), query + 64 * (i / 2), members.head, members.batch);
     }
-    if constexpr (!Memory::kTile.is_persistent()) break;
-  }
+  });
 }
 
 // A warpgroup with 64 queries and all keys of a tile.
@@ -281,28 +295,20 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
         *reinterpret_cast<Pack<Out, 2>*>(entries + query * pitch + key) = Pack<Out, 2>::round(pair);
     }
   };
-  const int tiles = static_cast<int>(TileOfBias<Memory>::count(params));
   int step = 0;  // of all tiles
   if constexpr (kStartsNextStep) {
     wait_for_stage(0);
     start.template operator()<0>(0);
   }
-  uint32_t round = 0;
-#pragma unroll 1
-  for (int index = static_cast<int>(blockIdx.x); index < tiles; index += gridDim.x, ++round) {
-    int end = step;
-    {
-      const TileOfBias<Memory> tile(params, index);
-      end += tile.members.end - tile.members.begin;
-      if constexpr (Memory::kKeys % Memory::kKeysOfCopy != 0)
-        first_bit = tile.first_key % Memory::kKeysOfCopy;
-    }
+  for_each_tile<Memory>(params, [&](const TileOfBias<Memory>& tile, uint32_t round, bool is_last) {
+    const int end = step + tile.members.end - tile.members.begin;
+    if constexpr (Memory::kKeys % Memory::kKeysOfCopy != 0)
+      first_bit = tile.first_key % Memory::kKeysOfCopy;
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums[i / 32][i / 4 % 8][i % 4] = 0.f;
     memory.bias_is_there().wait(round & 1);
     // The first step of the next tile is copied, too.
-    [[maybe_unused]] const int end_of_copies =
-        index + static_cast<int>(gridDim.x) < tiles ? end + 1 : end;
+    [[maybe_unused]] const int end_of_copies = is_last ? end : end + 1;
 #pragma unroll 1
     for (; step < end; ++step) {
       const int stage = step % Memory::kStages;
@@ -326,15 +332,18 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       __syncwarp();  // all lanes have read its rows
       if (lane == 0) memory.stage_is_used(stage).arrive();
     }
-    touch(sums[0]);  // made before the place of the bias is free
-    touch(sums[1]);
-    __syncwarp();
-    if (lane == 0) memory.bias_is_used().arrive();
-    const TileOfBias<Memory> tile(params, unknown(index));  // not kept in registers until here
-    params.bias_parts > 1 ? store(tile, params.bias_part(tile.members.part))
-                          : store(tile, static_cast<T*>(params.bias_gradient));
-    if constexpr (!Memory::kTile.is_persistent()) break;
-  }
+    if constexpr (Memory::kTile.is_persistent()) {
+      touch(sums[0]);  // made before the place of the bias is free
+      touch(sums[1]);
+      __syncwarp();
+      if (lane == 0) memory.bias_is_used().arrive();
+    } else {
+      wait_for_products<0>();
+    }
+    const TileOfBias<Memory> anew(params, unknown(tile.index));  // not kept in registers until here
+    params.bias_parts > 1 ? store(anew, params.bias_part(anew.members.part))
+                          : store(anew, static_cast<T*>(params.bias_gradient));
+  });
   wait_for_products<0>();
 }
 
