@@ -264,12 +264,6 @@ inline constexpr AttentionHopperHeadsForwardTile kAttentionHopperHeadsForwardTil
 // are faster than those that halve it.
 inline constexpr int kFewestMembersOfBias = 4, kFewestMembersOfHalvedBias = 96;
 
-// Above kSmallHeadDim and up to this head dimension, where so many pairs of a batch and a head
-// share a bias, dB is summed in order in every mode. bench_bias.py measures 5% less time for
-// pair-768, whose heads lie side by side. Tensors [batch, heads, n, 48] took 4 to 7% more, 5
-// batches 12%.
-inline constexpr int kMostHeadDimInOrder = 48, kFewestMembersInOrder = 32;
-
 // dB of a shared bias, summed in order on Hopper: each warpgroup has 64 queries and all keys.
 struct AttentionHopperBiasGradientTile {
   int head_dim, warpgroups, tile_keys, registers;

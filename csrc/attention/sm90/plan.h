@@ -357,15 +357,6 @@ inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
   return plan;
 }
 
-// Whether the gradient of a shared bias is summed in order in every mode, so that it is rounded
-// once.
-inline bool is_always_in_order(const AttentionBackwardParams& params, const Device& device) {
-  const int head_dim = std::max(params.head_dim, params.value_dim);
-  return head_dim > kSmallHeadDim && head_dim <= kMostHeadDimInOrder &&
-         params.members_of_bias() >= kFewestMembersInOrder &&
-         hopper_bias_gradient_plan(params, device).has_value();
-}
-
 // A row of kAttentionHopperHeadsTiles, or -1, also if other kernels are faster.
 inline int hopper_heads_tile(const AttentionBackwardParams& params, const Device& device) {
   const HopperBias bias = hopper_bias(params);
@@ -481,7 +472,7 @@ struct Sm90 {
     if (plan.bias_gradient == BiasGradient::kShared) {
       if (sums_in_clusters(params)) {
         plan.bias_gradient = BiasGradient::kInClusters;
-      } else if (is_deterministic || is_always_in_order(params, device)) {
+      } else if (is_deterministic || hopper_bias_gradient_plan(params, device)) {
         set_in_order(plan, params, device);
       }
     }
