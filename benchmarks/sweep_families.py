@@ -318,7 +318,8 @@ def write(rows: list[dict[str, Any]]) -> None:
     del common["gpu"]
     found: dict[str, dict[str, Any]] = {row["class"]: row for row in read(FILE)}
     found |= {row["class"]: common | row for row in rows}
-    with measure.results(RESULTS / FILE, {}) as write_row:
+    fields = dict.fromkeys(field for row in found.values() for field in row)
+    with measure.results(RESULTS / FILE, {}, fields) as write_row:
         for name in CLASSES:
             if name in found:
                 write_row(found[name])

@@ -110,6 +110,18 @@ def test_sweep_knows_an_unclear_error():
     assert clear.verdict == "refused"
 
 
+def test_rows_of_other_classes_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the new rows have a column that they lack."""
+    path = tmp_path / "families.csv"
+    path.write_text("class,task\nMambaForCausalLM,causal\nSiglipModel,images\n")
+    monkeypatch.setattr(sweep_families, "FILE", path)
+    monkeypatch.setattr(sweep_families, "fill_pages", lambda: None)
+    sweep_families.write([{"class": "SiglipModel", "task": "images", "of_today": "yes"}])
+    with path.open(newline="") as file:
+        found = {row["class"]: row["of_today"] for row in csv.DictReader(file)}
+    assert found == {"MambaForCausalLM": "", "SiglipModel": "yes"}
+
+
 def test_results_of_the_sweep_have_no_fault():
     with (ROOT / "benchmarks" / "results" / sweep_families.FILE).open(newline="") as file:
         rows = list(csv.DictReader(file))
