@@ -663,6 +663,7 @@ def test_masks_of_keys_beside_biases(
     with deterministic(in_order, warn_only=True):
         check(q, k, v, bias=bias, what="bias")
         check(q, k, v, bias=bias, mask=mask, what="masked")
+        check(q, k, v, bias=bias, mask=mask, causal=True, what="masked and causal")
 
 
 @gpu
@@ -1232,6 +1233,28 @@ def test_gradients_of_biases_that_batches_share_have_the_same_bits_each_time(
     expected = torch.autograd.grad(output, own, gradient)[0].float().sum(0, keepdim=True)
     tiny = 1e-6 * expected.abs().max().item()
     torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=tiny)
+
+
+@gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("batch", [9, 70])
+@pytest.mark.parametrize("dim", [32, 48, 64])
+def test_gradients_of_shared_biases_have_the_same_bits_in_any_mode(
+    dim: int, batch: int, masked: bool
+) -> None:
+    """With and without torch.use_deterministic_algorithms, in parts or not."""
+    major, _ = acted_capability() or torch.cuda.get_device_capability()
+    if major != 9:
+        pytest.skip("Hopper's launch alone serves these in any mode")
+    q, k, v = tensors("cuda", torch.bfloat16, heads=4, lengths=(300, 330), dims=dim, batch=batch)
+    bias = normal(1, 4, 300, 330, device="cuda", dtype=q.dtype, seed=4).requires_grad_()
+    mask = coin(batch, 1, 1, 330, device="cuda") if masked else None
+    output = attention_on("cuda", q.dtype)(q, k, v, bias=bias, mask=mask)
+    (found,) = assert_same_gradients(output, [bias], 5)
+    with deterministic(True):
+        (in_order,) = assert_same_gradients(output, [bias], 1)
+    assert bits_equal(found, in_order)
+    assert found.abs().max() > 0
 
 
 @gpu_with_all_kernels

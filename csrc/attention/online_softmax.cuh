@@ -39,27 +39,30 @@ struct OnlineSoftmax {
   }
 
   // Turns scores, or logits, into weights exp(logit - max). Calls rescale(m, half, factor) for the
-  // earlier sums of a row whose maximum changed, and perhaps for other rows. If kMends, calls mend()
-  // before, which may change scores, where some score of the warp is NaN.
+  // earlier sums of a row whose maximum changed, and perhaps for other rows. If kMends and some
+  // score of the warp is NaN, it first calls mend(), which may change scores.
   template <bool kAreLogits, bool kMends, int kN, class Rescale, class Mend>
   __device__ __forceinline__ void weigh(Accumulators<kM, kN>& scores, Rescale&& rescale,
                                         Mend&& mend) {
     const float to_logit = kAreLogits ? 1.f : scale;
     float largest[kM][2], magnitude = 0.f;
-    const auto find = [&]<bool kFindsNan>() {
+    const auto find = [&](auto&& larger) {
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i)
-        largest[i / 2][i % 2] = largest_of_lane<kFindsNan>(scores, i / 2, i % 2);
+        largest[i / 2][i % 2] = largest_of_lane(scores, i / 2, i % 2, larger);
     };
-    find.template operator()<kMends>();
+    const auto find_numbers = [&] { find([](float x, float y) { return fmaxf(x, y); }); };
     if constexpr (kMends) {
+      find([](float x, float y) { return max_or_nan(x, y); });
       bool has_nan = false;
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) has_nan |= isnan(largest[i / 2][i % 2]);
       if (__any_sync(~0u, has_nan)) {
         mend();
-        find.template operator()<false>();
+        find_numbers();
       }
+    } else {
+      find_numbers();
     }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -175,17 +178,10 @@ struct OnlineSoftmax {
   // them. Logits that rise by at most kMostRise do not reach it.
   static constexpr float kMostOfTile = 16384.f, kMostRise = 5.f;
 
-  // The largest score of this lane in a row. If kFindsNan: NaN, if some score is.
-  template <bool kFindsNan, int kN>
+  // The largest score of this lane in a row.
+  template <int kN, class Larger>
   __device__ __forceinline__ static float largest_of_lane(const Accumulators<kM, kN>& scores, int m,
-                                                          int half) {
-    const auto larger = [](float x, float y) {
-      if constexpr (kFindsNan) {
-        return max_or_nan(x, y);
-      } else {
-        return fmaxf(x, y);
-      }
-    };
+                                                          int half, Larger&& larger) {
     float row;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {

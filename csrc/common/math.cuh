@@ -33,11 +33,4 @@ __device__ inline float reduce_pairwise(const float (&values)[kCount], Operation
   }
 }
 
-// The larger one, or NaN if one of them is.
-__device__ inline float max_or_nan(float x, float y) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-  return larger;
-}
-
 }  // namespace megasoftmax

@@ -34,6 +34,13 @@ __device__ inline float exp2_approximate(float x) {
   return y;
 }
 
+// The larger one, or NaN if one of them is. From compute capability 8.0 on.
+__device__ inline float max_or_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
 // 1 / x to 1 ulp.
 __device__ inline float reciprocal_approximate(float x) {
   float y;

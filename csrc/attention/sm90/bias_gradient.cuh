@@ -99,7 +99,8 @@ struct TileOfBias {
   }
 };
 
-// Calls take(tile, round, is_last) for each tile of a block, counted by `round`.
+// Calls take(tile, round, is_last) for each tile of this block. `round` is its number, from 0 on.
+// Blocks that are not persistent have one tile.
 template <class Memory, class Take>
 __device__ __forceinline__ void for_each_tile(const AttentionBackwardParams& params, Take&& take) {
   int index = static_cast<int>(blockIdx.x);
@@ -228,7 +229,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
             Memory::kKeys % 32 == 0 ? words[i] : __funnelshift_r(words[i], words[i + 1], at % 32);
       if ((bits[0] & bits[1]) == ~0u) return;  // no key is visible
     }
-    const bool excludes_keys = kMasksKeys && (bits[0] | bits[1]) != 0;
+    [[maybe_unused]] const bool excludes_keys = kMasksKeys && (bits[0] | bits[1]) != 0;
     bits[0] >>= mine.column;
     bits[1] >>= mine.column;
     const auto is_visible = [&](int n, int i) {
@@ -338,13 +339,13 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       __syncwarp();
       if (lane == 0) memory.bias_is_used().arrive();
     } else {
-      wait_for_products<0>();
+      wait_for_products<0>();  // that nobody reads
     }
     const TileOfBias<Memory> anew(params, unknown(tile.index));  // not kept in registers until here
     params.bias_parts > 1 ? store(anew, params.bias_part(anew.members.part))
                           : store(anew, static_cast<T*>(params.bias_gradient));
   });
-  wait_for_products<0>();
+  wait_for_products<0>();  // of persistent blocks
 }
 
 template <class T, bool kMasksKeys, int kIndex>

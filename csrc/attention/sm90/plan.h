@@ -470,10 +470,13 @@ struct Sm90 {
     plan.has_pairs = !tile.is_wide();
     plan.bias_gradient = params.bias_gradient_kind;
     if (plan.bias_gradient == BiasGradient::kShared) {
+      // In every mode where Hopper's launch takes it: one rounding, and the same bits in every run.
       if (sums_in_clusters(params)) {
         plan.bias_gradient = BiasGradient::kInClusters;
-      } else if (is_deterministic || hopper_bias_gradient_plan(params, device)) {
-        set_in_order(plan, params, device);
+      } else if (const auto in_order = hopper_bias_gradient_plan(params, device);
+                 in_order || is_deterministic) {
+        plan.bias_gradient = BiasGradient::kInOrder;
+        plan.in_order = in_order ? *in_order : bias_gradient_plan(params, device);
       }
     }
     plan.clears_bias_gradient =
@@ -513,15 +516,12 @@ struct Sm90 {
     if (params.keys > tile.keys())
       plan.query_part_bytes = plan.blocks * round_up(params.queries, tile.kQueries) *
                               tile.head_dim * int64_t{sizeof(float)};
-    if (params.bias_gradient_kind == BiasGradient::kShared) set_in_order(plan, params, device);
+    if (params.bias_gradient_kind == BiasGradient::kShared) {
+      plan.bias_gradient = BiasGradient::kInOrder;
+      plan.in_order = hopper_bias_gradient_plan(params, device).value();
+    }
     plan.finish(params);
     return plan;
-  }
-  static void set_in_order(BackwardPlan& plan, const AttentionBackwardParams& params,
-                           const Device& device) {
-    plan.bias_gradient = BiasGradient::kInOrder;
-    const auto found = hopper_bias_gradient_plan(params, device);
-    plan.in_order = found ? *found : bias_gradient_plan(params, device);
   }
 };
 
