@@ -31,7 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast-types",
         action="store_true",
-        help="kernels of bfloat16 stand for those of other types, which are compiled in part",
+        help="compile kernels of other types than bfloat16 in part, and those that "
+        "tests/checked_kernels.txt names, unless they changed",
+    )
+    parser.addoption(
+        "--record-kernels",
+        action="store_true",
+        help="write the files of bfloat16 that passed, with digests, to tests/checked_kernels.txt",
     )
 
 
