@@ -11,33 +11,36 @@
 namespace megasoftmax {
 namespace {
 
-// The launchers of Hopper's tiles. Those with a bias are in a library of their own, because they
-// take the longest to compile.
+// The launchers of Hopper's tiles. Those with a bias, and those that cap scores, are in libraries
+// of their own, because they take long to compile.
 template <class Launcher>
 struct HopperTiles {
-  Launchers<Launcher> unbiased, dense, table_or_keys;
+  Launchers<Launcher> plain, capped, dense, table_or_keys;
 
   Launchers<Launcher>& of(HopperBias bias) {
-    if (is_unbiased(bias)) return unbiased;
+    if (is_unbiased(bias)) return bias == HopperBias::kSoftcap ? capped : plain;
     return is_dense(bias) ? dense : table_or_keys;
   }
 };
 
 using Forward = AttentionForwardLauncher;
 using Backward = AttentionBackwardLauncher;
-HopperTiles<Forward> hopper_forward{"attention_hopper_forward", "attention_biased_hopper_forward",
+HopperTiles<Forward> hopper_forward{"attention_hopper_forward", "attention_capped_hopper_forward",
+                                    "attention_biased_hopper_forward",
                                     "attention_biased_hopper_table_forward"};
-HopperTiles<Backward> hopper_backward{"attention_hopper_backward",
-                                      "attention_biased_hopper_backward",
-                                      "attention_biased_hopper_table_backward"};
+HopperTiles<Backward> hopper_backward{
+    "attention_hopper_backward", "attention_capped_hopper_backward",
+    "attention_biased_hopper_backward", "attention_biased_hopper_table_backward"};
 Launchers<Forward> heads_forward("attention_biased_hopper_heads_forward");
 Launchers<Forward> portable_forward("attention_portable_forward");
 Launchers<Forward> biased_forward("attention_biased_forward");
+Launchers<Forward> capped_forward("attention_capped_forward");
 Launchers<Forward> combine("attention_combine");
 Launchers<Backward> heads_backward("attention_hopper_heads_backward");
 Launchers<Backward> portable_backward("attention_portable_backward");
 Launchers<Backward> biased_backward("attention_biased_backward");
 Launchers<Backward> biased_dense_backward("attention_biased_dense_backward");
+Launchers<Backward> capped_backward("attention_capped_backward");
 Launchers<Backward> rows("attention_rows");
 Launchers<Backward> diagonals("attention_diagonals");
 Launchers<Backward> query_gradient("attention_query_gradient");
@@ -51,8 +54,8 @@ Launchers<Forward>& tile_launchers(const ForwardLaunch& launch) {
   if (plan.kernel == ForwardKernel::kHeads) return heads_forward;
   if (plan.backend == BackendId::kSm90) return hopper_forward.of(hopper_bias(params));
   const BiasKind kind = bias_kind(params);
-  const bool is_biased = kind == BiasKind::kTile || kind == BiasKind::kAny;
-  return is_biased && plan.kernel == ForwardKernel::kTiles ? biased_forward : portable_forward;
+  if (plan.kernel != ForwardKernel::kTiles || kind == BiasKind::kNone) return portable_forward;
+  return kind == BiasKind::kSoftcap ? capped_forward : biased_forward;
 }
 
 Launchers<Backward>& tile_launchers(const BackwardLaunch& launch) {
@@ -61,8 +64,9 @@ Launchers<Backward>& tile_launchers(const BackwardLaunch& launch) {
   if (plan.kernel == BackwardKernel::kSmall) return portable_backward;
   if (plan.backend == BackendId::kSm90) return hopper_backward.of(hopper_bias(params));
   const BiasKind kind = bias_kind(params);
-  if (kind == BiasKind::kTile) return biased_dense_backward;
-  return kind == BiasKind::kAny ? biased_backward : portable_backward;
+  if (kind == BiasKind::kNone) return portable_backward;
+  if (kind == BiasKind::kSoftcap) return capped_backward;
+  return kind == BiasKind::kTile ? biased_dense_backward : biased_backward;
 }
 
 // The launcher for the type of the queries, as products take it.

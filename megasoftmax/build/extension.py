@@ -212,11 +212,15 @@ _SECONDS = {
     "attention_biased_hopper_heads_forward": 15,
     "attention_biased_hopper_table_backward": 35,
     "attention_biased_hopper_table_forward": 30,
-    "attention_hopper_backward": 30,
-    "attention_hopper_forward": 30,
+    "attention_capped_backward": 15,
+    "attention_capped_forward": 6,
+    "attention_capped_hopper_backward": 10,
+    "attention_capped_hopper_forward": 9,
+    "attention_hopper_backward": 25,
+    "attention_hopper_forward": 22,
     "attention_hopper_heads_backward": 20,
-    "attention_portable_backward": 30,
-    "attention_portable_forward": 20,
+    "attention_portable_backward": 14,
+    "attention_portable_forward": 13,
     "attention_steps": 6,
     "columns": 9,
     "softmax_backward": 30,
@@ -241,8 +245,8 @@ OPERATORS = "operators"
 # Each prefix of launchers' names has one library of kernels for each element type. The longest
 # prefix that fits counts.
 _GROUPS = (
-    *("attention", "attention_biased", "columns", "softmax", "softmax_biased"),
-    *("softmax_capped", "softmax_dropout", "topk", "topk_capped", "topk_tiles"),
+    *("attention", "attention_biased", "attention_capped", "columns", "softmax"),
+    *("softmax_biased", "softmax_capped", "softmax_dropout", "topk", "topk_capped", "topk_tiles"),
 )
 # Every library of kernels has these files, too.
 _COMMON = ("common/device.cu", "common/kernels.cpp")

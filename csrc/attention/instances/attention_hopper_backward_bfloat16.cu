@@ -2,6 +2,5 @@
 
 namespace megasoftmax {
 const Registration<__nv_bfloat16, AttentionBackwardLauncher> registration(
-    "attention_hopper_backward",
-    launch_hopper_backward<__nv_bfloat16, HopperBias::kNone, HopperBias::kSoftcap>);
+    "attention_hopper_backward", launch_hopper_backward<__nv_bfloat16, HopperBias::kNone>);
 }  // namespace megasoftmax

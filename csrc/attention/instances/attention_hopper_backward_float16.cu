@@ -2,6 +2,5 @@
 
 namespace megasoftmax {
 const Registration<__half, AttentionBackwardLauncher> registration(
-    "attention_hopper_backward",
-    launch_hopper_backward<__half, HopperBias::kNone, HopperBias::kSoftcap>);
+    "attention_hopper_backward", launch_hopper_backward<__half, HopperBias::kNone>);
 }  // namespace megasoftmax

@@ -95,7 +95,7 @@ cudaError_t launch_portable_forward(const ForwardLaunch& launch, cudaStream_t st
       return params.bias.data != nullptr ? launch_decode<T, true>(launch, stream)
                                          : launch_decode<T, false>(launch, stream);
   }
-  return launch_tiles_forward<T, BiasKind::kNone, BiasKind::kSoftcap>(launch, stream);
+  return launch_tiles_forward<T, BiasKind::kNone>(launch, stream);
 }
 
 template <class T, BiasKind kBias>
@@ -146,7 +146,7 @@ cudaError_t launch_portable_backward(const BackwardLaunch& launch, cudaStream_t 
         return launch_small(attention_small_backward_kernel<T, kIndex>, launch, stream);
       });
   }
-  return launch_tiles_backward<T, BiasKind::kNone, BiasKind::kSoftcap>(launch, stream);
+  return launch_tiles_backward<T, BiasKind::kNone>(launch, stream);
 }
 
 template <class T>

@@ -1,0 +1,6 @@
+#include "../sm90/dispatch.cuh"
+
+namespace megasoftmax {
+const Registration<__nv_bfloat16, AttentionForwardLauncher> registration(
+    "attention_capped_hopper_forward", launch_hopper_forward<__nv_bfloat16, HopperBias::kSoftcap>);
+}  // namespace megasoftmax
