@@ -12,7 +12,7 @@ namespace megasoftmax {
 namespace {
 
 // The launchers of Hopper's tiles. Those with a bias, and those that cap scores, are in libraries
-// of their own, because they take long to compile.
+// of their own: they take long to compile, and few calls need them.
 template <class Launcher>
 struct HopperTiles {
   Launchers<Launcher> plain, capped, dense, table_or_keys;
@@ -120,10 +120,12 @@ BackwardLaunch plan_attention_backward(const AttentionBackwardParams& params,
 cudaError_t attention_forward(const ForwardLaunch& launch, cudaStream_t stream) {
   if (launch.params.rows() == 0) return cudaSuccess;
   if (!is_valid(launch.params)) return cudaErrorInvalidValue;
+  const bool combines =
+      launch.plan.splits.take_workspace && launch.plan.kernel != ForwardKernel::kDecode;
+  // Libraries of kernels are built before anything is launched.
+  if (combines) launcher_for(launch.params, combine);
   MEGASOFTMAX_RETURN_IF_ERROR(call(tile_launchers(launch), launch, stream));
-  return launch.plan.splits.take_workspace && launch.plan.kernel != ForwardKernel::kDecode
-             ? call(combine, launch, stream)
-             : cudaSuccess;
+  return combines ? call(combine, launch, stream) : cudaSuccess;
 }
 
 cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream) {
@@ -139,8 +141,9 @@ cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream
   Launchers<Backward>& of_bias =
       plan.in_order.backend == BackendId::kSm90 ? hopper_bias_gradient : bias_gradient;
   Launchers<Backward>& tiles = tile_launchers(launch);
-  // Libraries of kernels are built before anything is launched.
+  // As in attention_forward. Other launchers are in the library of rows.
   launcher_for(launch.params, tiles);
+  launcher_for(launch.params, rows);
   if (is_in_order) launcher_for(launch.params, of_bias);
   BackwardLaunch keys = launch;  // without a gradient of the bias that has a launch of its own
   AttentionBackwardParams& params = keys.params;
