@@ -263,6 +263,15 @@ struct AttentionBackwardParams : AttentionParams {
   int64_t query_sum_bytes() const {
     return rows() * head_dim * static_cast<int64_t>(sizeof(float));
   }
+  // Whether blocks can write sums of kInParts, so that nothing is added to zeros: no tile is left
+  // out, and warps that do nothing else take the sums.
+  __host__ __device__ bool can_write_query_sums() const {
+    return bias.data == nullptr && std::max(head_dim, value_dim) <= 128 && window_left < 0 &&
+           window_right < 0 && block_mask.words == nullptr && !dropout.is_given();
+  }
+  __host__ __device__ bool writes_query_sums() const {
+    return query_gradient_kind == QueryGradient::kInParts && can_write_query_sums();
+  }
   // Where a batch of the sums of a tile of keys lies: a map has one dimension for both.
   __device__ int batch_of_sums(int batch, int key_tile) const {
     return query_sums == 1 ? batch : key_tile * static_cast<int>(batches) + batch;

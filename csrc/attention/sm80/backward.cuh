@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   }
   delta = warp_sum<kLanes>(delta);
   if (begin != row) return;
-  if (params.query_gradient_sum != nullptr) {
+  if (params.query_gradient_sum != nullptr && !params.writes_query_sums()) {
     for (int i = 0; i < params.query_sums; ++i) {
       float* const sums = params.query_gradient_sum + (i * params.rows() + row) * params.head_dim;
       for (int column = lane * 4; column < params.head_dim; column += kLanes * 4)
@@ -68,11 +68,11 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   const float log2_sum = log_sum * kLog2E;
   const float offset = is_empty ? INFINITY : fmaf(max, kLog2E, log2_sum);
   const bool takes_offset = is_empty || params.softcap.is_given() || fabsf(offset) <= kMostOffset;
-  RowOfBackward& of_backward = params.rows_of_backward[row];
   const bool is_offset = takes_offset && params.pairs_of_rows != nullptr;
-  of_backward.max = is_offset ? 0.f : max;
-  of_backward.log2_sum = is_offset || is_empty ? offset : log2_sum;
-  of_backward.delta = delta;
+  // One store of 16 bytes, so that memory gets whole sectors.
+  static_assert(sizeof(RowOfBackward) == sizeof(float4));
+  reinterpret_cast<float4*>(params.rows_of_backward)[row] =
+      make_float4(is_offset ? 0.f : max, is_offset || is_empty ? offset : log2_sum, delta, 0.f);
   if (params.pairs_of_rows != nullptr) {
     PairOfRows& pair = params.pairs_of_rows[params.pair_index(batch, head, query)];
     pair.offsets[query % 2] = takes_offset ? offset : NAN;

@@ -449,8 +449,10 @@ struct Sm90 {
     if (plan.tile < 0 || !has_code()) return {};
     const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[plan.tile];
     const int64_t key_tiles = divide_up<int64_t>(params.keys, tile.keys());
-    if (is_deterministic &&
-        (key_tiles == 1 || key_tiles * params.query_sum_bytes() <= kMostQuerySumBytes)) {
+    const int most_tiles = is_deterministic ? kMostKeyTilesInOrder : 1;
+    if ((params.can_write_query_sums() && key_tiles <= most_tiles) ||
+        (is_deterministic &&
+         (key_tiles == 1 || key_tiles * params.query_sum_bytes() <= kMostQuerySumBytes))) {
       plan.query_gradient = QueryGradient::kInParts;
       plan.query_sums = static_cast<int>(key_tiles);
     } else {

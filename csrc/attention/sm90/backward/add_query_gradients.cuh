@@ -17,26 +17,30 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::add_query_gradients(
   extern __shared__ __align__(1024) char shared_memory[];
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 32)) - 1;
   if (threadIdx.x % 32 != 0) return;
-  for (int step = 0;; ++step) {
-    memory.sums_are_there(warpgroup).wait(step & 1);
-    const auto [head, query] = Memory::tile_of_sums(shared_memory, warpgroup);
-    if (head < 0) return;
-    uint32_t* turn = nullptr;
-    if (params.turns != nullptr) {
-      turn = turn_of<kQueries>(params, block.batch, head, query, warpgroup);
-      wait_for_turn(turn, turns_before<kKeys, kQueries, kIsUnmasked, false, kMayAlternate>(
-                              params, block.batch, head, query, block.first_key));
+  const auto take_all = [&]<bool kWrites>() {
+    for (int step = 0;; ++step) {
+      memory.sums_are_there(warpgroup).wait(step & 1);
+      const auto [head, query] = Memory::tile_of_sums(shared_memory, warpgroup);
+      if (head < 0) return;
+      uint32_t* turn = nullptr;
+      if (!kWrites && params.turns != nullptr) {
+        turn = turn_of<kQueries>(params, block.batch, head, query, warpgroup);
+        wait_for_turn(turn, turns_before<kKeys, kQueries, kIsUnmasked, false, kMayAlternate>(
+                                params, block.batch, head, query, block.first_key));
+        publish_writes_to_others();
+      }
+      start_sums<kWrites>(maps, memory, warpgroup, head, query,
+                          params.batch_of_sums(block.batch, block.first_key / kKeys));
+      wait_for_reads_of_stores();
+      memory.sums_are_used(warpgroup).arrive();
+      if (turn == nullptr) continue;
+      wait_for_stores();
       publish_writes_to_others();
+      pass_turn(turn);
     }
-    start_sums(maps, memory, warpgroup, head, query,
-               params.batch_of_sums(block.batch, block.first_key / kKeys));
-    wait_for_reads_of_stores();
-    memory.sums_are_used(warpgroup).arrive();
-    if (turn == nullptr) continue;
-    wait_for_stores();
-    publish_writes_to_others();
-    pass_turn(turn);
-  }
+  };
+  params.writes_query_sums() ? take_all.template operator()<true>()
+                             : take_all.template operator()<false>();
 }
 
 }  // namespace megasoftmax

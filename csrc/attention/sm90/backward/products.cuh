@@ -421,8 +421,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     sync_warpgroup(warpgroup);
     if (!is_first_of_group) return;
     if (kHasTurns) publish_writes_to_others();
-    start_sums(maps, memory, warpgroup, head, query,
-               params.batch_of_sums(batch, first_key / kKeys));
+    start_sums<false>(maps, memory, warpgroup, head, query,
+                      params.batch_of_sums(batch, first_key / kKeys));
   };
   [[maybe_unused]] int head_before = 0, query_before = 0;
   if (kIsStaggered && warpgroup > 0 && tiles.are_left()) memory.first_weights_are_there().wait(0);

@@ -33,18 +33,18 @@ __device__ __forceinline__ void store_sums(char* panel, const float (&results)[k
   }
 }
 
-// Starts to add the sums of a warpgroup, a part of dQ of a tile, to those in global memory. Called
-// by one thread. `batch`: see AttentionBackwardParams::batch_of_sums.
-template <class Memory>
+// Starts to add the sums of a warpgroup, a part of dQ of a tile, to those in global memory, or to
+// write them. Called by one thread. `batch`: see AttentionBackwardParams::batch_of_sums.
+template <bool kWrites, class Memory>
 __device__ __forceinline__ void start_sums(const BackwardTensorMaps& maps, const Memory& memory,
                                            int warpgroup, int head, int query, int batch) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     const int column = 64 * Memory::column_panel(warpgroup) + 32 * side;
-    if (column < Memory::kDim)
-      start_sum_of_box(maps.query_gradient_sum,
-                       memory.sums(warpgroup) + side * Memory::kSumPanelBytes, column,
-                       query + 64 * Memory::query_panel(warpgroup), head, batch);
+    if (column >= Memory::kDim) continue;
+    constexpr auto start = kWrites ? start_store_of_box : start_sum_of_box;
+    start(maps.query_gradient_sum, memory.sums(warpgroup) + side * Memory::kSumPanelBytes, column,
+          query + 64 * Memory::query_panel(warpgroup), head, batch);
   }
   end_stores();
 }
