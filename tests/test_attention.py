@@ -1236,25 +1236,42 @@ def test_gradients_of_biases_that_batches_share_have_the_same_bits_each_time(
 
 
 @gpu
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("batch", [9, 70])
+@pytest.mark.parametrize("heads", [4, 48])  # blocks take one tile, or several
 @pytest.mark.parametrize("dim", [32, 48, 64])
-def test_gradients_of_shared_biases_have_the_same_bits_in_any_mode(
-    dim: int, batch: int, masked: bool
-) -> None:
+def test_gradients_of_shared_biases_have_the_same_bits_in_any_mode(dim: int, heads: int) -> None:
     """With and without torch.use_deterministic_algorithms, in parts or not."""
     major, _ = acted_capability() or torch.cuda.get_device_capability()
     if major != 9:
         pytest.skip("Hopper's launch alone serves these in any mode")
-    q, k, v = tensors("cuda", torch.bfloat16, heads=4, lengths=(300, 330), dims=dim, batch=batch)
-    bias = normal(1, 4, 300, 330, device="cuda", dtype=q.dtype, seed=4).requires_grad_()
-    mask = coin(batch, 1, 1, 330, device="cuda") if masked else None
-    output = attention_on("cuda", q.dtype)(q, k, v, bias=bias, mask=mask)
-    (found,) = assert_same_gradients(output, [bias], 5)
-    with deterministic(True):
-        (in_order,) = assert_same_gradients(output, [bias], 1)
-    assert bits_equal(found, in_order)
-    assert found.abs().max() > 0
+    batch, queries, keys = (70 if heads == 4 else 9), 380, 500
+    lengths = queries, keys
+    q, k, v = tensors("cuda", torch.bfloat16, heads=heads, lengths=lengths, dims=dim, batch=batch)
+    shape = (1, heads, queries, keys)
+    bias = normal(*shape, device="cuda", dtype=q.dtype, seed=4).requires_grad_()
+    first = torch.randint(-9, keys, (batch, heads, queries), device="cuda", dtype=torch.int32)
+    blocks = torch.ones(2, 4, dtype=torch.bool, device="cuda").triu()  # of 190 queries, 125 keys
+    pairs = blocks.repeat_interleave(190, 0).repeat_interleave(125, 1).expand(batch, 1, -1, -1)
+    cases: dict[str, dict[str, Any]] = {
+        "all": {},
+        "keys": {"mask": coin(batch, 1, 1, keys, device="cuda")},
+        "causal": {"causal": True},
+        "window": {"window": (40, 3), "mask": coin(batch, 1, 1, keys, device="cuda")},
+    }
+    in_deterministic_mode: dict[str, dict[str, Any]] = {
+        "pairs": {"mask": pairs | coin(batch, 1, queries, keys, device="cuda")},
+        "ranges": {"visible": (first, first + 40), "causal": True},
+        "dropout": {"dropout": 0.2},
+    }
+    for what, options in (cases | in_deterministic_mode).items():
+        output = attention_on("cuda", q.dtype)(q, k, v, bias=bias, **options)
+        with deterministic(True):
+            if what != "dropout":
+                check(q, k, v, bias=bias, **options, what=what)
+            (in_order,) = assert_same_gradients(output, [bias], 5)
+        if what in cases:
+            (found,) = assert_same_gradients(output, [bias], 5)
+            assert bits_equal(found, in_order), what
+        assert in_order.abs().max() > 0
 
 
 @gpu_with_all_kernels

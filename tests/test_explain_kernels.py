@@ -585,9 +585,11 @@ def test_order_of_gradients(
         (3, 48, {}, True),
         (9, 32, {}, True),
         (9, 64, {"key_heads": 4}, True),
-        (9, 64, {"masked": True}, False),
-        (9, 64, {"causal": True}, False),
+        (9, 64, {"masked": True}, False),  # of pairs
+        (9, 64, {"causal": True}, True),
+        (9, 64, {"window": (100, 0)}, True),
         (9, 72, {}, False),
+        (9, 72, {"causal": True}, False),
         (8, 64, {}, False),  # clusters of 8 blocks sum it
     ],
 )

@@ -284,6 +284,9 @@ struct AttentionHopperBiasGradientTile {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   constexpr int queries() const { return 64 * warpgroups; }
   constexpr int keys() const { return tile_keys; }
+  // Whether there is a kernel for HopperMask::kAny. Bits of masks and of dropout come in words of
+  // 32 keys, and three warpgroups lack registers for them.
+  constexpr bool takes_any_mask() const { return warpgroups == 2 && tile_keys == 128; }
 };
 // clang-format off
 inline constexpr AttentionHopperBiasGradientTile kAttentionHopperBiasGradientTiles[] = {

@@ -303,4 +303,33 @@ __device__ float* diagonals_of(const AttentionBackwardParams& params, int batch,
          ((batch * params.heads + head) * tiles + first_key / kKeys) * diagonals;
 }
 
+// The tiles of keys that a tile of queries sees, by length and window.
+struct TilesSeen {
+  int begin, end;
+};
+__host__ __device__ inline TilesSeen tiles_seen(const AttentionParams& params, int first_query,
+                                                int tile_queries, int tile_keys) {
+  const int diagonal = params.keys - params.queries;
+  const int last_query = std::min(first_query + tile_queries, params.queries) - 1;
+  const int begin =
+      params.window_left < 0 ? 0 : std::max(first_query + diagonal - params.window_left, 0);
+  const int end = params.window_right < 0
+                      ? params.keys
+                      : std::min(last_query + diagonal + params.window_right + 1, params.keys);
+  if (begin >= end) return {0, 0};
+  return {begin / tile_keys, divide_up(end, tile_keys)};
+}
+// Tiles of all queries and keys, or those that `is_seen`.
+__host__ __device__ inline int64_t count_tiles(const AttentionParams& params, int tile_queries,
+                                               int tile_keys, bool is_seen) {
+  if (!is_seen || (params.window_left < 0 && params.window_right < 0))
+    return int64_t{divide_up(params.queries, tile_queries)} * divide_up(params.keys, tile_keys);
+  int64_t count = 0;
+  for (int query = 0; query < params.queries; query += tile_queries) {
+    const TilesSeen seen = tiles_seen(params, query, tile_queries, tile_keys);
+    count += seen.end - seen.begin;
+  }
+  return count;
+}
+
 }  // namespace megasoftmax

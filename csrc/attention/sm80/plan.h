@@ -125,8 +125,7 @@ BiasGradientParts bias_gradient_parts(const AttentionBackwardParams& params, con
                                       int64_t of_sm, const Device& device) {
   const int64_t room = of_sm * device.multiprocessors;
   const int64_t blocks = params.bias_batches() * params.bias_heads() *
-                         divide_up<int64_t>(params.queries, tile.queries()) *
-                         divide_up<int64_t>(params.keys, tile.keys());
+                         count_tiles(params, tile.queries(), tile.keys(), true);
   const int64_t members = params.members_of_bias();
   const int64_t most = std::min<int64_t>(
       members, kMostBiasPartBytes / std::max<int64_t>(4 * params.bias_entries(), 1));

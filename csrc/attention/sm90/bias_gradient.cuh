@@ -6,10 +6,13 @@
 //
 // One warp copies what a member has for the tile. Each of the other warpgroups has 64 queries and
 // all keys, at first 64 of them, then the others. Queries are in rows, so a lane needs the
-// statistics of two rows.
+// statistics of two rows. With HopperMask::kAny, which stands for causality and windows too, tiles
+// that no query sees are left out, and members whose block mask has nothing of the tile.
 
 #include "../../common/math.cuh"
 #include "../bias.cuh"
+#include "../dropping.cuh"
+#include "../exclusion.cuh"
 #include "../limits.h"
 #include "../params.h"
 #include "plan.h"
@@ -29,7 +32,8 @@ struct HopperBiasGradientMemory {
   static constexpr int kRowBytes = 2 * kDim;
 
   // In this order: the bias of each warpgroup in panels of 64 queries and keys; queries, gradients
-  // of outputs, keys and values of each stage; rows, and bits of a mask, of each stage; barriers.
+  // of outputs, keys and values of each stage; rows, bits of a mask, and the batch and head of the
+  // member, of each stage; barriers.
   static constexpr int kPanelBytes = 64 * 128, kBiasBytes = 2 * kWarpgroups * kPanelBytes;
   static constexpr int kQueryBytes = kQueries * kRowBytes, kKeyBytes = kKeys * kRowBytes;
   static constexpr int kStageBytes = 2 * (kQueryBytes + kKeyBytes);
@@ -39,7 +43,8 @@ struct HopperBiasGradientMemory {
   static constexpr int kBitBytes = kBytesOfCopy * (kKeys % kKeysOfCopy == 0 ? 1 : 2);
   static constexpr int kRowsAt = kBiasBytes + kStages * kStageBytes;
   static constexpr int kBitsAt = kRowsAt + kStages * kRowsBytes;
-  static constexpr int kBarriersAt = kBitsAt + kStages * kBitBytes;
+  static constexpr int kMembersAt = kBitsAt + kStages * kBitBytes;
+  static constexpr int kBarriersAt = kMembersAt + kStages * static_cast<int>(sizeof(int2));
   static constexpr int kBytes = kBarriersAt + 8 * (2 + 2 * kStages);
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
 
@@ -59,6 +64,10 @@ struct HopperBiasGradientMemory {
   __device__ uint32_t values(int stage) const { return keys(stage) + kKeyBytes; }
   __device__ uint32_t rows(int stage) const { return address + kRowsAt + stage * kRowsBytes; }
   __device__ uint32_t bits(int stage) const { return address + kBitsAt + stage * kBitBytes; }
+  // With HopperMask::kAny: the batch and head of the member of a stage, or -1 after the last one.
+  __device__ static int2& member(char* shared_memory, int stage) {
+    return reinterpret_cast<int2*>(shared_memory + kMembersAt)[stage];
+  }
   __device__ Barrier barrier(int index) const { return {address + kBarriersAt + 8 * index}; }
   __device__ Barrier bias_is_there() const { return barrier(0); }
   __device__ Barrier bias_is_used() const { return barrier(1); }
@@ -78,67 +87,127 @@ struct HopperBiasGradientMemory {
 };
 
 // A tile and a part of its members. Tiles of a head lie side by side: blocks that run at a time
-// read the same members.
-template <class Memory>
+// read the same members. kIsSeen: tile `index` of those that some query sees, else of all.
+template <class Memory, bool kIsSeen = false>
 struct TileOfBias {
-  const int index, key_tiles, tiles_of_entry, tile, first_query, first_key;
+  const int index, tiles_of_entry;
+  const int2 place;
+  const int first_query, first_key;
   const BiasMembers members;
 
   __device__ TileOfBias(const AttentionBackwardParams& params, int index)
       : index(index),
-        key_tiles(divide_up(params.keys, Memory::kKeys)),
-        tiles_of_entry(key_tiles * divide_up(params.queries, Memory::kQueries)),
-        tile(index % tiles_of_entry),
-        first_query(tile / key_tiles * Memory::kQueries),
-        first_key(tile % key_tiles * Memory::kKeys),
+        tiles_of_entry(static_cast<int>(count_of_entry(params))),
+        place(place_of(params, index % tiles_of_entry)),
+        first_query(place.x),
+        first_key(place.y),
         members(params, index / tiles_of_entry) {}
   // Parts of all tiles.
   __host__ __device__ static int64_t count(const AttentionBackwardParams& params) {
-    return params.bias_parts * params.bias_batches() * params.bias_heads() *
-           divide_up(params.queries, Memory::kQueries) * divide_up(params.keys, Memory::kKeys);
+    return params.bias_parts * params.bias_batches() * params.bias_heads() * count_of_entry(params);
+  }
+  // Whether some of its queries see some of its keys, by length and window.
+  __device__ bool is_seen(const AttentionParams& params) const {
+    const TilesSeen seen = tiles_seen(params, first_query, Memory::kQueries, Memory::kKeys);
+    return first_key >= seen.begin * Memory::kKeys && first_key < seen.end * Memory::kKeys;
+  }
+  // Whether all of its queries see all of its keys, by length and window.
+  __device__ bool is_whole(const AttentionParams& params) const {
+    const int last_query = first_query + Memory::kQueries - 1;
+    return last_query < params.queries &&
+           visible_keys(params, first_query).end >= first_key + Memory::kKeys &&
+           visible_keys(params, last_query).begin <= first_key;
+  }
+  // Whether a member has a visible pair in it, by the block mask.
+  __device__ bool is_seen_by(const AttentionParams& params, int batch, int head) const {
+    static_assert(Memory::kKeys == 2 * kMaskTile);
+    bool is_any = params.block_mask.words == nullptr;
+    for (int i = 0; i < 2 * Memory::kQueries / kMaskTile && !is_any; ++i)
+      is_any = megasoftmax::is_seen(params, batch, head, first_query / kMaskTile + i / 2,
+                                    first_key / kMaskTile + i % 2);
+    return is_any;
+  }
+
+ private:
+  __host__ __device__ static int64_t count_of_entry(const AttentionParams& params) {
+    return count_tiles(params, Memory::kQueries, Memory::kKeys, kIsSeen);
+  }
+  // The first query and key of a tile.
+  __device__ static int2 place_of(const AttentionParams& params, int tile) {
+    if constexpr (!kIsSeen) {
+      const int key_tiles = divide_up(params.keys, Memory::kKeys);
+      return {tile / key_tiles * Memory::kQueries, tile % key_tiles * Memory::kKeys};
+    }
+    for (int query = 0;; query += Memory::kQueries) {
+      const TilesSeen seen = tiles_seen(params, query, Memory::kQueries, Memory::kKeys);
+      const int key_tiles = seen.end - seen.begin;
+      if (tile < key_tiles) return {query, (seen.begin + tile) * Memory::kKeys};
+      tile -= key_tiles;
+    }
   }
 };
 
 // Calls take(tile, round, is_last) for each tile of this block. `round` is its number, from 0 on.
 // Blocks that are not persistent have one tile.
-template <class Memory, class Take>
+template <class Tile, class Memory, class Take>
 __device__ __forceinline__ void for_each_tile(const AttentionBackwardParams& params, Take&& take) {
   int index = static_cast<int>(blockIdx.x);
   if constexpr (Memory::kTile.is_persistent()) {
-    const int tiles = static_cast<int>(TileOfBias<Memory>::count(params));
+    const int tiles = static_cast<int>(Tile::count(params));
 #pragma unroll 1
     for (uint32_t round = 0; index < tiles; ++round) {
       const int next = index + static_cast<int>(gridDim.x);
-      take(TileOfBias<Memory>(params, index), round, next >= tiles);
+      take(Tile(params, index), round, next >= tiles);
       index = next;
     }
   } else {
-    take(TileOfBias<Memory>(params, index), 0, true);
+    take(Tile(params, index), 0, true);
   }
 }
 
 // The copying thread.
-template <class Memory>
+template <HopperMask kMask, class Memory>
 __device__ __forceinline__ void copy_members(const AttentionBackwardParams& params,
                                              const NarrowTensorMaps& maps, const Memory& memory) {
-  const bool has_mask = params.block_mask.words != nullptr;
-  // Counts members of all tiles. Each part has at least one, which others wait for.
+  constexpr bool kMasksKeys = kMask == HopperMask::kKeys, kIsAny = kMask == HopperMask::kAny;
+  using TileOfBlock = TileOfBias<Memory, kIsAny>;
+  extern __shared__ __align__(1024) char shared_memory[];
+  // Counts members of all tiles. Without kIsAny each part has at least one, which others wait for.
   int step = 0;
-  for_each_tile<Memory>(params, [&](const TileOfBias<Memory>& tile, uint32_t round, bool) {
+  const auto take = [&](const TileOfBlock& tile, uint32_t round, bool) {
     const BiasMembers& members = tile.members;
     const int query = tile.first_query, key = tile.first_key;
     const int row_bytes =
         min(Memory::kQueries, params.queries - query) * static_cast<int>(sizeof(RowOfBackward));
     const int first_copy = key / Memory::kKeysOfCopy;
     const int last_copy = (min(key + Memory::kKeys, params.keys) - 1) / Memory::kKeysOfCopy;
-    const int bit_bytes = has_mask ? Memory::kBytesOfCopy * (last_copy - first_copy + 1) : 0;
-    for (int member = members.begin; member < members.end; ++member, ++step) {
-      int batch, head, key_head, rest;
-      members.place(params, member, batch, head);
-      params.heads_per_key_head.split(head, key_head, rest);
+    const int bit_bytes = kMasksKeys ? Memory::kBytesOfCopy * (last_copy - first_copy + 1) : 0;
+    // Waits for the place of a step.
+    const auto place_of_step = [&] {
       const int stage = step % Memory::kStages;
       memory.stage_is_used(stage).wait((step / Memory::kStages & 1) ^ 1);
+      return stage;
+    };
+    bool is_first = true;
+    const auto copy_bias = [&] {  // after the first member, whose place is free earlier
+      if (!std::exchange(is_first, false)) return;
+      // The place of the bias is taken until the tile before ends.
+      if constexpr (Memory::kTile.is_persistent()) memory.bias_is_used().wait((round & 1) ^ 1);
+      memory.bias_is_there().arrive_and_expect(Memory::kBiasBytes);
+      for (int i = 0; i < 2 * Memory::kWarpgroups; ++i)
+        start_copy_of_box(memory.bias(i / 2, i % 2), maps.bias, memory.bias_is_there(),
+                          key + 64 * (i % 2), query + 64 * (i / 2), members.head, members.batch);
+    };
+    for (int member = members.begin; member < members.end; ++member) {
+      int batch, head, key_head, rest;
+      members.place(params, member, batch, head);
+      if constexpr (kIsAny) {
+        if (!tile.is_seen_by(params, batch, head)) continue;
+      }
+      params.heads_per_key_head.split(head, key_head, rest);
+      const int stage = place_of_step();
       const Barrier there = memory.stage_is_there(stage);
+      if constexpr (kIsAny) Memory::member(shared_memory, stage) = make_int2(batch, head);
       there.arrive_and_expect(Memory::kStageBytes + row_bytes + bit_bytes);
       start_copy_of_box(memory.queries(stage), maps.query, there, 0, query, head, batch);
       start_copy_of_box(memory.keys(stage), maps.key, there, 0, key, key_head, batch);
@@ -148,32 +217,38 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
       start_copy_of_bytes(memory.rows(stage),
                           params.rows_of_backward + params.row_index(batch, head, query), row_bytes,
                           there);
-      if (has_mask)
+      if constexpr (kMasksKeys)
         start_copy_of_bytes(memory.bits(stage),
                             params.block_mask.of(batch, head) + params.block_mask.layout.bits() +
                                 first_copy * (Memory::kKeysOfCopy / 32),
                             bit_bytes, there);
-      if (member > members.begin) continue;
-      // The place of the bias is taken until the tile before ends.
-      if constexpr (Memory::kTile.is_persistent()) memory.bias_is_used().wait((round & 1) ^ 1);
-      memory.bias_is_there().arrive_and_expect(Memory::kBiasBytes);
-      for (int i = 0; i < 2 * Memory::kWarpgroups; ++i)
-        start_copy_of_box(memory.bias(i / 2, i % 2), maps.bias, memory.bias_is_there(),
-                          key + 64 * (i % 2), query + 64 * (i / 2), members.head, members.batch);
+      ++step;
+      copy_bias();
     }
-  });
+    if constexpr (kIsAny) {
+      const int stage = place_of_step();
+      Memory::member(shared_memory, stage) = make_int2(-1, 0);
+      memory.stage_is_there(stage).arrive();
+      ++step;
+      copy_bias();
+    }
+  };
+  for_each_tile<TileOfBlock, Memory>(params, take);
 }
 
 // A warpgroup with 64 queries and all keys of a tile.
-template <class T, bool kMasksKeys, class Memory>
+template <class T, HopperMask kMask, class Memory>
 __device__ __forceinline__ void sum_members(const AttentionBackwardParams& params,
                                             const Memory& memory, int warpgroup) {
+  constexpr bool kMasksKeys = kMask == HopperMask::kKeys, kIsAny = kMask == HopperMask::kAny;
+  using TileOfBlock = TileOfBias<Memory, kIsAny>;
   constexpr int kRowBytes = Memory::kRowBytes, kHalfBytes = 64 * kRowBytes;
   // With registers for it, products of the second half run while the first one is added. With a
   // third stage those of the next step also run while the second half is added. With a mask that
   // gained nothing.
-  constexpr int kBuffers = Memory::kTile.registers > 160 ? 2 : 1;
-  constexpr bool kStartsNextStep = kBuffers == 2 && Memory::kStages > 2 && !kMasksKeys;
+  constexpr int kBuffers = Memory::kTile.registers > 160 && !kIsAny ? 2 : 1;
+  constexpr bool kStartsNextStep =
+      kBuffers == 2 && Memory::kStages > 2 && kMask == HopperMask::kNone;
   extern __shared__ __align__(1024) char shared_memory[];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
@@ -208,12 +283,53 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
           shared_memory + Memory::kRowsAt +
           stage * Memory::kRowsBytes)[64 * warpgroup + 16 * warp + mine.row + 8 * half];
     const auto is_plain = [](const RowOfBackward& row) {
-      return fabsf(row.delta) < INFINITY && (!kMasksKeys || row.max == 0.f);
+      return fabsf(row.delta) < INFINITY && (kMask == HopperMask::kNone || row.max == 0.f);
     };
     are_plain = __all_sync(~0u, is_plain(rows[0]) && is_plain(rows[1])) != 0;
   };
   int first_bit = 0;  // of the first key of a tile, in the copied words
-  const auto add = [&]<int kHalf>(int stage) {
+  // With kIsAny: the member at hand, and of a half of its keys the bits that its mask excludes of
+  // this lane's rows, and the keys that they see, by length, window and range.
+  [[maybe_unused]] int2 member;
+  [[maybe_unused]] uint32_t masked[2][2];
+  [[maybe_unused]] KeyRange ranges[2];
+  const BlockMaskLayout& layout = params.block_mask.layout;
+  const bool has_mask = kIsAny && params.mask.data != nullptr;
+  const bool has_ranges = kIsAny && params.visible.are_given();
+  // Starts to load limits, while products run.
+  const auto load_limits = [&](const TileOfBlock& tile, int half_of_keys, bool is_cut) {
+    if (!has_mask && !has_ranges && !is_cut) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = tile.first_query + 64 * warpgroup + 16 * warp + mine.row + 8 * half;
+      if (has_mask && layout.bit_rows > 0)
+        start_load(masked[half],
+                   params.block_mask.of(member.x, member.y) + layout.bits() + tile.first_key / 32 +
+                       2 * half_of_keys +
+                       (layout.bit_rows == 1
+                            ? 0
+                            : int64_t{min(query, params.queries - 1)} * layout.words_of_bits()));
+      if (has_ranges || is_cut)
+        ranges[half] = query < params.queries ? visible_keys(params, member.x, member.y, query)
+                                              : KeyRange{0, 0};
+    }
+  };
+  const auto find_excluded = [&](const TileOfBlock& tile, int half_of_keys, bool is_cut) {
+    Excluded<1, 8> excluded;
+    const int key = tile.first_key + 64 * half_of_keys;
+    if (has_mask && layout.bit_rows > 0) {
+      excluded.add_words([&](int half, int word) { return masked[half][word]; });
+    } else if (has_mask && !is_seen(params, member.x, member.y,
+                                    tile.first_query / kMaskTile + warpgroup, key / kMaskTile)) {
+      excluded.add_all();
+    }
+    if (has_ranges || is_cut)
+      excluded.add_words(
+          [&](int half, int word) { return bits_outside(ranges[half], key + 32 * word); });
+    return excluded;
+  };
+  const auto add = [&]<int kHalf>(int stage, [[maybe_unused]] const TileOfBlock& tile,
+                                  [[maybe_unused]] bool is_cut) {
     constexpr int kBuffer = kHalf % kBuffers;
     constexpr int kN = Memory::eights(kHalf);
     touch(reinterpret_cast<float (&)[kN][4]>(weights[kBuffer]));
@@ -229,10 +345,24 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
             Memory::kKeys % 32 == 0 ? words[i] : __funnelshift_r(words[i], words[i + 1], at % 32);
       if ((bits[0] & bits[1]) == ~0u) return;  // no key is visible
     }
-    [[maybe_unused]] const bool excludes_keys = kMasksKeys && (bits[0] | bits[1]) != 0;
+    [[maybe_unused]] Excluded<1, 8> excluded;
+    if constexpr (kIsAny) {
+      excluded = find_excluded(tile, kHalf, is_cut);
+      if (__all_sync(~0u, excluded.are_all())) return;
+      if (params.dropout.is_given()) {
+#pragma unroll
+        for (int i = 0; i < 4 * kN; ++i) gradients[kBuffer][i / 4][i % 4] *= params.dropout.factor;
+        Dropping<false>(params, member.x, member.y)
+            .clear(reinterpret_cast<Accumulators<1, kN>&>(gradients[kBuffer]),
+                   tile.first_query + 64 * warpgroup + 16 * warp, tile.first_key + 64 * kHalf);
+      }
+    }
+    [[maybe_unused]] const bool excludes =
+        kIsAny ? __any_sync(~0u, excluded.any()) != 0 : (bits[0] | bits[1]) != 0;
     bits[0] >>= mine.column;
     bits[1] >>= mine.column;
     const auto is_visible = [&](int n, int i) {
+      if constexpr (kIsAny) return !excluded.has(0, n, i);
       return !kMasksKeys || (bits[n / 4] >> (n % 4 * 8 + i % 2) & 1) == 0;
     };
     const auto weigh = [&]<bool kHasMax>() {
@@ -264,13 +394,13 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     };
     // With a mask the branch comes before the weights, so that the compiler fills waits of weights
     // with instructions of sums. Without one that takes 5 to 11% longer in most shapes.
-    if constexpr (!kMasksKeys) {
+    if constexpr (kMask == HopperMask::kNone) {
       weigh.template operator()<true>();
       are_plain ? add_if(is_any) : add_if(is_counted);
     } else if (!are_plain) {
       weigh.template operator()<true>();
       add_if(is_counted);
-    } else if (excludes_keys) {
+    } else if (excludes) {
       weigh.template operator()<false>();
       add_if(is_visible);
     } else {
@@ -282,7 +412,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
   const auto wait_for_stage = [&](int step) {
     memory.stage_is_there(step % Memory::kStages).wait(step / Memory::kStages & 1);
   };
-  const auto store = [&]<class Out>(const TileOfBias<Memory>& tile, Out* entries) {
+  const auto store = [&]<class Out>(const auto& tile, Out* entries) {
     const BiasMembers& members = tile.members;
     const int64_t pitch = params.bias_pitch();
     entries += (members.batch * params.bias_heads() + members.head) * params.queries * pitch;
@@ -296,22 +426,40 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
         *reinterpret_cast<Pack<Out, 2>*>(entries + query * pitch + key) = Pack<Out, 2>::round(pair);
     }
   };
+  const auto release = [&](int stage) {
+    __syncwarp();  // all lanes have read its rows
+    if (lane == 0) memory.stage_is_used(stage).arrive();
+  };
   int step = 0;  // of all tiles
   if constexpr (kStartsNextStep) {
     wait_for_stage(0);
     start.template operator()<0>(0);
   }
-  for_each_tile<Memory>(params, [&](const TileOfBias<Memory>& tile, uint32_t round, bool is_last) {
+  const auto clear_sums = [&] {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums[i / 32][i / 4 % 8][i % 4] = 0.f;
+  };
+  const auto store_sums = [&](const auto& tile) {
+    params.bias_parts > 1 ? store(tile, params.bias_part(tile.members.part))
+                          : store(tile, static_cast<T*>(params.bias_gradient));
+  };
+  const auto take = [&](const TileOfBlock& tile, uint32_t round, bool is_last) {
     const int end = step + tile.members.end - tile.members.begin;
     if constexpr (Memory::kKeys % Memory::kKeysOfCopy != 0)
       first_bit = tile.first_key % Memory::kKeysOfCopy;
-#pragma unroll
-    for (int i = 0; i < 64; ++i) sums[i / 32][i / 4 % 8][i % 4] = 0.f;
+    clear_sums();
     memory.bias_is_there().wait(round & 1);
+    [[maybe_unused]] const bool is_cut = kIsAny && !tile.is_whole(params);
+    const auto is_left = [&] {
+      if constexpr (!kIsAny) return step < end;
+      wait_for_stage(step);
+      member = Memory::member(shared_memory, step % Memory::kStages);
+      return member.x >= 0;
+    };
     // The first step of the next tile is copied, too.
     [[maybe_unused]] const int end_of_copies = is_last ? end : end + 1;
 #pragma unroll 1
-    for (; step < end; ++step) {
+    for (; is_left(); ++step) {
       const int stage = step % Memory::kStages;
       if constexpr (kStartsNextStep) {
         wait_for_products<0>();
@@ -321,18 +469,20 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       }
       if constexpr (kBuffers == 2) start.template operator()<1>(step);
       load_rows(stage);  // while products run
+      if constexpr (kIsAny) load_limits(tile, 0, is_cut);
       if constexpr (!kStartsNextStep) wait_for_products<kBuffers - 1>();
-      add.template operator()<0>(stage);
+      add.template operator()<0>(stage, tile, is_cut);
       if constexpr (kBuffers == 1) start.template operator()<1>(step);
+      if constexpr (kIsAny) load_limits(tile, 1, is_cut);
       wait_for_products<0>();
       if constexpr (kStartsNextStep) {  // after the last tile: products that nobody reads
         if (step + 1 < end_of_copies) wait_for_stage(step + 1);
         start.template operator()<0>(step + 1);
       }
-      add.template operator()<1>(stage);
-      __syncwarp();  // all lanes have read its rows
-      if (lane == 0) memory.stage_is_used(stage).arrive();
+      add.template operator()<1>(stage, tile, is_cut);
+      release(stage);
     }
+    if constexpr (kIsAny) release(step++ % Memory::kStages);
     if constexpr (Memory::kTile.is_persistent()) {
       touch(sums[0]);  // made before the place of the bias is free
       touch(sums[1]);
@@ -341,14 +491,21 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     } else {
       wait_for_products<0>();  // that nobody reads
     }
-    const TileOfBias<Memory> anew(params, unknown(tile.index));  // not kept in registers until here
-    params.bias_parts > 1 ? store(anew, params.bias_part(anew.members.part))
-                          : store(anew, static_cast<T*>(params.bias_gradient));
-  });
+    store_sums(TileOfBlock(params, unknown(tile.index)));  // not kept in registers until here
+  };
+  for_each_tile<TileOfBlock, Memory>(params, take);
+  if constexpr (kIsAny) {  // tiles that no query sees
+    const int tiles = static_cast<int>(TileOfBias<Memory>::count(params));
+    clear_sums();
+    for (int i = static_cast<int>(blockIdx.x); i < tiles; i += static_cast<int>(gridDim.x)) {
+      const TileOfBias<Memory> tile(params, i);
+      if (!tile.is_seen(params)) store_sums(tile);
+    }
+  }
   wait_for_products<0>();  // of persistent blocks
 }
 
-template <class T, bool kMasksKeys, int kIndex>
+template <class T, HopperMask kMask, int kIndex>
 __global__ void __launch_bounds__(kAttentionHopperBiasGradientTiles[kIndex].threads(), 1)
     attention_hopper_bias_gradient_kernel(const __grid_constant__ AttentionBackwardParams params,
                                           const __grid_constant__ NarrowTensorMaps maps) {
@@ -361,11 +518,11 @@ __global__ void __launch_bounds__(kAttentionHopperBiasGradientTiles[kIndex].thre
   __syncthreads();
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers()>();
-    if (threadIdx.x == 0) copy_members(params, maps, memory);
+    if (threadIdx.x == 0) copy_members<kMask>(params, maps, memory);
     return;
   }
   take_registers<Memory::kTile.registers>();
-  sum_members<T, kMasksKeys>(params, memory, warpgroup);
+  sum_members<T, kMask>(params, memory, warpgroup);
 #endif
 }
 
