@@ -542,6 +542,10 @@ def sums(count: int) -> str:
             for batch in (1, 300)
             for dim in (64, 256)
         ),
+        # Two that can write their sums.
+        ((300, 4, 256, 64), {}, True, {sums(2)}),
+        ((300, 4, 257, 64), {}, True, {TURNS}),
+        ((300, 4, 256, 64), {"causal": True}, True, {TURNS}),
         ((1, 4, 64, 64), {"keys": 32768}, True, {sums(256)}),
         ((1, 8, 128, 64), {"keys": 65536}, False, {IN_ORDER}),  # blocks would wait for many
         # Portable kernels have no such sums.

@@ -8,15 +8,6 @@
 
 namespace megasoftmax {
 
-struct KeyRange {
-  int begin, end;
-
-  __device__ bool contains(int key) const { return key >= begin && key < end; }
-  __device__ bool contains(int first, int count) const {
-    return begin <= first && end >= first + count;
-  }
-};
-
 // A bit for each of the 32 keys from `first_key` on that is outside of a range.
 __device__ inline uint32_t bits_outside(const KeyRange& range, int first_key) {
   // A shift by 32 or more leaves nothing.
@@ -26,13 +17,6 @@ __device__ inline uint32_t bits_outside(const KeyRange& range, int first_key) {
   return bits_from(range.end) | ~bits_from(range.begin);
 }
 
-// The keys that a query sees, by length and window.
-__device__ inline KeyRange visible_keys(const AttentionParams& params, int query) {
-  const int diagonal = query + params.keys - params.queries;
-  return {
-      params.window_left < 0 ? 0 : max(diagonal - params.window_left, 0),
-      params.window_right < 0 ? params.keys : min(diagonal + params.window_right + 1, params.keys)};
-}
 // The keys that a query sees, by length, window and range.
 __device__ inline KeyRange visible_keys(const AttentionParams& params, int batch, int head,
                                         int query) {

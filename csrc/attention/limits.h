@@ -129,9 +129,9 @@ inline constexpr int64_t kHeadsOfTurns = 512, kHopperHeadsOfTurns = 16;
 // On Hopper, each block of keys has sums of dQ of its own, without turns or a launch for dQ, if
 // these take at most so many bytes. With 33 MB a call of 120 us gained, and one of 60 us lost.
 inline constexpr int64_t kMostQuerySumBytes = 16 << 20;
-// So have this many blocks in deterministic mode, whatever the sums take, where blocks can write
-// them. A single block of keys does in any mode.
-inline constexpr int kMostKeyTilesInOrder = 2;
+// Up to this many blocks of keys also have sums of their own in deterministic mode, whatever their
+// bytes, if they can write them and need no zeros. In any mode a single block does.
+inline constexpr int kMostWrittenKeyTiles = 2;
 // If lengths are not known, enough heads lie side by side that each has about this many blocks at a
 // time.
 inline constexpr int64_t kBlocksOfHead = 8;

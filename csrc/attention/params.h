@@ -1,6 +1,7 @@
 #pragma once
 // What a launch of attention needs, as plain structs.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -217,6 +218,7 @@ enum class QueryGradient {
   kInOrder,  // in the order of the keys, by a launch of its own
   kWhole,    // one block has all keys
   kInParts,  // each block of keys has sums of its own, and a launch adds these in order
+  kWritten,  // as kInParts, but blocks write their sums, where else they add them to zeros
 };
 
 struct AttentionBackwardParams : AttentionParams {
@@ -237,9 +239,9 @@ struct AttentionBackwardParams : AttentionParams {
     return (batch * heads + head) * pairs_of_head() + query / 2;
   }
 
-  // Workspaces of kAdded, kInTurns and kInParts: sums, float32 [query_sums, batches, heads,
-  // queries, head_dim], of kInParts one for each tile of keys. `turns`, of kInTurns: turn_count()
-  // numbers of the block that may add next.
+  // Workspaces of kAdded, kInTurns, kInParts and kWritten: sums, float32 [query_sums, batches,
+  // heads, queries, head_dim], of the last two one for each tile of keys. `turns`, of kInTurns:
+  // turn_count() numbers of the block that may add next.
   QueryGradient query_gradient_kind = QueryGradient::kAdded;
   int query_sums = 1;
   float* query_gradient_sum = nullptr;
@@ -262,15 +264,6 @@ struct AttentionBackwardParams : AttentionParams {
 
   int64_t query_sum_bytes() const {
     return rows() * head_dim * static_cast<int64_t>(sizeof(float));
-  }
-  // Whether blocks can write sums of kInParts, so that nothing is added to zeros: no tile is left
-  // out, and warps that do nothing else take the sums.
-  __host__ __device__ bool can_write_query_sums() const {
-    return bias.data == nullptr && std::max(head_dim, value_dim) <= 128 && window_left < 0 &&
-           window_right < 0 && block_mask.words == nullptr && !dropout.is_given();
-  }
-  __host__ __device__ bool writes_query_sums() const {
-    return query_gradient_kind == QueryGradient::kInParts && can_write_query_sums();
   }
   // Where a batch of the sums of a tile of keys lies: a map has one dimension for both.
   __device__ int batch_of_sums(int batch, int key_tile) const {
@@ -303,31 +296,38 @@ __device__ float* diagonals_of(const AttentionBackwardParams& params, int batch,
          ((batch * params.heads + head) * tiles + first_key / kKeys) * diagonals;
 }
 
-// The tiles of keys that a tile of queries sees, by length and window.
-struct TilesSeen {
+struct KeyRange {
   int begin, end;
+
+  __host__ __device__ bool contains(int key) const { return key >= begin && key < end; }
+  __host__ __device__ bool contains(int first, int count) const {
+    return begin <= first && end >= first + count;
+  }
 };
-__host__ __device__ inline TilesSeen tiles_seen(const AttentionParams& params, int first_query,
-                                                int tile_queries, int tile_keys) {
-  const int diagonal = params.keys - params.queries;
-  const int last_query = std::min(first_query + tile_queries, params.queries) - 1;
-  const int begin =
-      params.window_left < 0 ? 0 : std::max(first_query + diagonal - params.window_left, 0);
-  const int end = params.window_right < 0
-                      ? params.keys
-                      : std::min(last_query + diagonal + params.window_right + 1, params.keys);
-  if (begin >= end) return {0, 0};
-  return {begin / tile_keys, divide_up(end, tile_keys)};
+// The keys that a query sees, by length and window.
+__host__ __device__ inline KeyRange visible_keys(const AttentionParams& params, int query) {
+  const int diagonal = query + params.keys - params.queries;
+  return {params.window_left < 0 ? 0 : std::max(diagonal - params.window_left, 0),
+          params.window_right < 0 ? params.keys
+                                  : std::min(diagonal + params.window_right + 1, params.keys)};
 }
-// Tiles of all queries and keys, or those that `is_seen`.
-__host__ __device__ inline int64_t count_tiles(const AttentionParams& params, int tile_queries,
-                                               int tile_keys, bool is_seen) {
-  if (!is_seen || (params.window_left < 0 && params.window_right < 0))
+// The tiles of keys that a tile of queries sees, by length and window.
+__host__ __device__ inline KeyRange visible_tiles(const AttentionParams& params, int first_query,
+                                                  int tile_queries, int tile_keys) {
+  const int last_query = std::min(first_query + tile_queries, params.queries) - 1;
+  const int begin = visible_keys(params, first_query).begin;
+  const int end = visible_keys(params, last_query).end;
+  return begin < end ? KeyRange{begin / tile_keys, divide_up(end, tile_keys)} : KeyRange{0, 0};
+}
+// Those of all tiles of queries.
+__host__ __device__ inline int64_t count_visible_tiles(const AttentionParams& params,
+                                                       int tile_queries, int tile_keys) {
+  if (params.window_left < 0 && params.window_right < 0)
     return int64_t{divide_up(params.queries, tile_queries)} * divide_up(params.keys, tile_keys);
   int64_t count = 0;
   for (int query = 0; query < params.queries; query += tile_queries) {
-    const TilesSeen seen = tiles_seen(params, query, tile_queries, tile_keys);
-    count += seen.end - seen.begin;
+    const KeyRange tiles = visible_tiles(params, query, tile_queries, tile_keys);
+    count += tiles.end - tiles.begin;
   }
   return count;
 }

@@ -20,7 +20,7 @@ namespace megasoftmax {
 inline constexpr int kThreadsOfRows = 256;
 
 // Row by row, some lanes each: what all blocks of the backward need, gradients of the options of
-// the logits, and zeros that blocks add dQ to.
+// the logits, and the zeros that blocks add dQ to, where they do.
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kThreadsOfRows)
     attention_rows_kernel(const __grid_constant__ AttentionBackwardParams params) {
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   }
   delta = warp_sum<kLanes>(delta);
   if (begin != row) return;
-  if (params.query_gradient_sum != nullptr && !params.writes_query_sums()) {
+  if (params.query_gradient_sum != nullptr &&
+      params.query_gradient_kind != QueryGradient::kWritten) {
     for (int i = 0; i < params.query_sums; ++i) {
       float* const sums = params.query_gradient_sum + (i * params.rows() + row) * params.head_dim;
       for (int column = lane * 4; column < params.head_dim; column += kLanes * 4)

@@ -119,13 +119,13 @@ struct BiasGradientParts {
   int count;
   int64_t time;
 };
-// Those with the least time, where a multiprocessor has `of_sm` blocks at a time.
+// Those with the least time, where an entry of the bias has `tiles` tiles and a multiprocessor
+// `of_sm` blocks at a time.
 template <class TileShape>
 BiasGradientParts bias_gradient_parts(const AttentionBackwardParams& params, const TileShape& tile,
-                                      int64_t of_sm, const Device& device) {
+                                      int64_t tiles, int64_t of_sm, const Device& device) {
   const int64_t room = of_sm * device.multiprocessors;
-  const int64_t blocks = params.bias_batches() * params.bias_heads() *
-                         count_tiles(params, tile.queries(), tile.keys(), true);
+  const int64_t blocks = params.bias_batches() * params.bias_heads() * tiles;
   const int64_t members = params.members_of_bias();
   const int64_t most = std::min<int64_t>(
       members, kMostBiasPartBytes / std::max<int64_t>(4 * params.bias_entries(), 1));
@@ -153,8 +153,11 @@ inline BiasGradientPlan bias_gradient_plan(const AttentionBackwardParams& params
   const AttentionBiasGradientTile& tile = kAttentionBiasGradientTiles[index];
   const int stages = bias_gradient_stages(tile, kind, device);
   const int bytes = BiasGradientLayout(tile, kind).bytes(stages);
-  return {BackendId::kSm80, index, stages,
-          bias_gradient_parts(params, tile, resident_blocks(tile, bytes, device), device).count};
+  const int64_t tiles = divide_up<int64_t>(params.queries, tile.queries()) *
+                        divide_up<int64_t>(params.keys, tile.keys());
+  return {
+      BackendId::kSm80, index, stages,
+      bias_gradient_parts(params, tile, tiles, resident_blocks(tile, bytes, device), device).count};
 }
 
 static_assert(WideLayout::kBytes <= least_shared_bytes(kFirstWideMajor, kLastWideMajor));

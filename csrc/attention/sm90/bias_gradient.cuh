@@ -7,7 +7,10 @@
 // One warp copies what a member has for the tile. Each of the other warpgroups has 64 queries and
 // all keys, at first 64 of them, then the others. Queries are in rows, so a lane needs the
 // statistics of two rows. With HopperMask::kAny, which stands for causality and windows too, tiles
-// that no query sees are left out, and members whose block mask has nothing of the tile.
+// that no query sees get zeros at the end, and members whose block mask has no visible pair in a
+// tile are not copied.
+
+#include <utility>
 
 #include "../../common/math.cuh"
 #include "../bias.cuh"
@@ -87,8 +90,8 @@ struct HopperBiasGradientMemory {
 };
 
 // A tile and a part of its members. Tiles of a head lie side by side: blocks that run at a time
-// read the same members. kIsSeen: tile `index` of those that some query sees, else of all.
-template <class Memory, bool kIsSeen = false>
+// read the same members. kInWindow: tile `index` of those that some query sees, else of all.
+template <class Memory, bool kInWindow = false>
 struct TileOfBias {
   const int index, tiles_of_entry;
   const int2 place;
@@ -98,7 +101,7 @@ struct TileOfBias {
   __device__ TileOfBias(const AttentionBackwardParams& params, int index)
       : index(index),
         tiles_of_entry(static_cast<int>(count_of_entry(params))),
-        place(place_of(params, index % tiles_of_entry)),
+        place(first_entry_of(params, index % tiles_of_entry)),
         first_query(place.x),
         first_key(place.y),
         members(params, index / tiles_of_entry) {}
@@ -107,9 +110,9 @@ struct TileOfBias {
     return params.bias_parts * params.bias_batches() * params.bias_heads() * count_of_entry(params);
   }
   // Whether some of its queries see some of its keys, by length and window.
-  __device__ bool is_seen(const AttentionParams& params) const {
-    const TilesSeen seen = tiles_seen(params, first_query, Memory::kQueries, Memory::kKeys);
-    return first_key >= seen.begin * Memory::kKeys && first_key < seen.end * Memory::kKeys;
+  __device__ bool is_in_window(const AttentionParams& params) const {
+    return visible_tiles(params, first_query, Memory::kQueries, Memory::kKeys)
+        .contains(first_key / Memory::kKeys);
   }
   // Whether all of its queries see all of its keys, by length and window.
   __device__ bool is_whole(const AttentionParams& params) const {
@@ -119,30 +122,31 @@ struct TileOfBias {
            visible_keys(params, last_query).begin <= first_key;
   }
   // Whether a member has a visible pair in it, by the block mask.
-  __device__ bool is_seen_by(const AttentionParams& params, int batch, int head) const {
+  __device__ bool has_visible_pair(const AttentionParams& params, int batch, int head) const {
     static_assert(Memory::kKeys == 2 * kMaskTile);
-    bool is_any = params.block_mask.words == nullptr;
-    for (int i = 0; i < 2 * Memory::kQueries / kMaskTile && !is_any; ++i)
-      is_any = megasoftmax::is_seen(params, batch, head, first_query / kMaskTile + i / 2,
-                                    first_key / kMaskTile + i % 2);
-    return is_any;
+    bool is_visible = params.block_mask.words == nullptr;
+    for (int i = 0; i < 2 * Memory::kQueries / kMaskTile && !is_visible; ++i)
+      is_visible = is_seen(params, batch, head, first_query / kMaskTile + i / 2,
+                           first_key / kMaskTile + i % 2);
+    return is_visible;
   }
 
  private:
   __host__ __device__ static int64_t count_of_entry(const AttentionParams& params) {
-    return count_tiles(params, Memory::kQueries, Memory::kKeys, kIsSeen);
+    if constexpr (kInWindow) return count_visible_tiles(params, Memory::kQueries, Memory::kKeys);
+    return int64_t{divide_up(params.queries, Memory::kQueries)} *
+           divide_up(params.keys, Memory::kKeys);
   }
   // The first query and key of a tile.
-  __device__ static int2 place_of(const AttentionParams& params, int tile) {
-    if constexpr (!kIsSeen) {
+  __device__ static int2 first_entry_of(const AttentionParams& params, int tile) {
+    if constexpr (!kInWindow) {
       const int key_tiles = divide_up(params.keys, Memory::kKeys);
       return {tile / key_tiles * Memory::kQueries, tile % key_tiles * Memory::kKeys};
     }
     for (int query = 0;; query += Memory::kQueries) {
-      const TilesSeen seen = tiles_seen(params, query, Memory::kQueries, Memory::kKeys);
-      const int key_tiles = seen.end - seen.begin;
-      if (tile < key_tiles) return {query, (seen.begin + tile) * Memory::kKeys};
-      tile -= key_tiles;
+      const KeyRange tiles = visible_tiles(params, query, Memory::kQueries, Memory::kKeys);
+      if (tile < tiles.end - tiles.begin) return {query, (tiles.begin + tile) * Memory::kKeys};
+      tile -= tiles.end - tiles.begin;
     }
   }
 };
@@ -172,7 +176,8 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
   constexpr bool kMasksKeys = kMask == HopperMask::kKeys, kIsAny = kMask == HopperMask::kAny;
   using TileOfBlock = TileOfBias<Memory, kIsAny>;
   extern __shared__ __align__(1024) char shared_memory[];
-  // Counts members of all tiles. Without kIsAny each part has at least one, which others wait for.
+  // Counts members of all tiles. Without kIsAny each part has at least one. With it, a mark follows
+  // the last one of a tile. Others wait for either.
   int step = 0;
   const auto take = [&](const TileOfBlock& tile, uint32_t round, bool) {
     const BiasMembers& members = tile.members;
@@ -202,7 +207,7 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
       int batch, head, key_head, rest;
       members.place(params, member, batch, head);
       if constexpr (kIsAny) {
-        if (!tile.is_seen_by(params, batch, head)) continue;
+        if (!tile.has_visible_pair(params, batch, head)) continue;
       }
       params.heads_per_key_head.split(head, key_head, rest);
       const int stage = place_of_step();
@@ -244,8 +249,8 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
   using TileOfBlock = TileOfBias<Memory, kIsAny>;
   constexpr int kRowBytes = Memory::kRowBytes, kHalfBytes = 64 * kRowBytes;
   // With registers for it, products of the second half run while the first one is added. With a
-  // third stage those of the next step also run while the second half is added. With a mask that
-  // gained nothing.
+  // third stage those of the next step also run while the second half is added. With a mask of keys
+  // that gained nothing. With any mask already the former would spill.
   constexpr int kBuffers = Memory::kTile.registers > 160 && !kIsAny ? 2 : 1;
   constexpr bool kStartsNextStep =
       kBuffers == 2 && Memory::kStages > 2 && kMask == HopperMask::kNone;
@@ -296,7 +301,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
   const BlockMaskLayout& layout = params.block_mask.layout;
   const bool has_mask = kIsAny && params.mask.data != nullptr;
   const bool has_ranges = kIsAny && params.visible.are_given();
-  // Starts to load limits, while products run.
+  // Starts to load limits, while products run: of one half at a time, to save registers.
   const auto load_limits = [&](const TileOfBlock& tile, int half_of_keys, bool is_cut) {
     if (!has_mask && !has_ranges && !is_cut) return;
 #pragma unroll
@@ -387,7 +392,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
           sum = fmaf(weights[kBuffer][i / 4][i % 4], gradients[kBuffer][i / 4][i % 4], sum);
       }
     };
-    const auto is_any = [](int, int) { return true; };
+    const auto is_always = [](int, int) { return true; };
     // The score of a weight of 0 has gradient 0, even if the gradient of the weight is not finite.
     const auto is_counted = [&](int n, int i) {
       return is_visible(n, i) && weights[kBuffer][n][i] != 0.f;
@@ -396,7 +401,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     // with instructions of sums. Without one that takes 5 to 11% longer in most shapes.
     if constexpr (kMask == HopperMask::kNone) {
       weigh.template operator()<true>();
-      are_plain ? add_if(is_any) : add_if(is_counted);
+      are_plain ? add_if(is_always) : add_if(is_counted);
     } else if (!are_plain) {
       weigh.template operator()<true>();
       add_if(is_counted);
@@ -405,7 +410,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       add_if(is_visible);
     } else {
       weigh.template operator()<false>();
-      add_if(is_any);
+      add_if(is_always);
     }
   };
 
@@ -494,12 +499,12 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     store_sums(TileOfBlock(params, unknown(tile.index)));  // not kept in registers until here
   };
   for_each_tile<TileOfBlock, Memory>(params, take);
-  if constexpr (kIsAny) {  // tiles that no query sees
+  if constexpr (kIsAny) {  // zeros for tiles that no query sees
     const int tiles = static_cast<int>(TileOfBias<Memory>::count(params));
     clear_sums();
     for (int i = static_cast<int>(blockIdx.x); i < tiles; i += static_cast<int>(gridDim.x)) {
       const TileOfBias<Memory> tile(params, i);
-      if (!tile.is_seen(params)) store_sums(tile);
+      if (!tile.is_in_window(params)) store_sums(tile);
     }
   }
   wait_for_products<0>();  // of persistent blocks

@@ -232,7 +232,7 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
       kAttentionHopperBiasGradientTiles, launch.plan.in_order.tile, [&]<int kIndex>() {
         using Memory = HopperBiasGradientMemory<kIndex>;
         const HopperMask mask = hopper_mask_in_order(params);
-        // The plan takes no other tile for it.
+        // hopper_bias_gradient_plan takes no other tile for HopperMask::kAny.
         constexpr HopperMask kWidest =
             Memory::kTile.takes_any_mask() ? HopperMask::kAny : HopperMask::kKeys;
         const auto kernel =
@@ -242,11 +242,9 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
                 ? attention_hopper_bias_gradient_kernel<T, HopperMask::kKeys, kIndex>
                 : attention_hopper_bias_gradient_kernel<T, kWidest, kIndex>;
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
-        const int64_t all = TileOfBias<Memory>::count(params);
         // The index of a tile and the number of blocks are added.
-        if (all > INT32_MAX / 2) return cudaErrorInvalidValue;
-        const int64_t tiles =
-            mask == HopperMask::kAny ? TileOfBias<Memory, true>::count(params) : all;
+        if (TileOfBias<Memory>::count(params) > INT32_MAX / 2) return cudaErrorInvalidValue;
+        const int64_t tiles = TileOfBias<Memory, true>::count(params);
         const int64_t room = current_device().multiprocessors;
         const int64_t blocks = Memory::kTile.is_persistent() ? std::min(tiles, room) : tiles;
         NarrowTensorMaps maps;

@@ -330,7 +330,7 @@ inline int64_t heads_of_turns(const AttentionBackwardParams& params, int tile_qu
   return std::max(kHopperHeadsOfTurns, device.multiprocessors / std::max<int64_t>(steps, 1));
 }
 
-// What the launch that sums the gradient of a bias in order looks at.
+// HopperMask of the launch that sums the gradient of a bias in order. A window counts as kAny.
 inline HopperMask hopper_mask_in_order(const AttentionBackwardParams& params) {
   return params.window_left >= 0 || params.window_right >= 0
              ? HopperMask::kAny
@@ -339,7 +339,7 @@ inline HopperMask hopper_mask_in_order(const AttentionBackwardParams& params) {
 // How Hopper's kernel makes the gradient of a bias in order, if it does.
 inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
     const AttentionBackwardParams& params, const Device& device) {
-  const bool is_any = hopper_mask_in_order(params) == HopperMask::kAny;
+  const bool has_any_mask = hopper_mask_in_order(params) == HopperMask::kAny;
   BiasGradientPlan plan;
   plan.backend = BackendId::kSm90;
   plan.tile = -1;
@@ -349,10 +349,11 @@ inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
        ++index) {
     const AttentionHopperBiasGradientTile& tile = kAttentionHopperBiasGradientTiles[index];
     if (std::max(params.head_dim, params.value_dim) > tile.head_dim) continue;
-    if (is_any && !tile.takes_any_mask()) continue;
+    if (has_any_mask && !tile.takes_any_mask()) continue;
     if (plan.tile >= 0 && tile.head_dim > kAttentionHopperBiasGradientTiles[plan.tile].head_dim)
       break;
-    const BiasGradientParts parts = bias_gradient_parts(params, tile, 1, device);
+    const BiasGradientParts parts = bias_gradient_parts(
+        params, tile, count_visible_tiles(params, tile.queries(), tile.keys()), 1, device);
     if (parts.time >= least) continue;
     least = parts.time;
     plan.tile = index;
@@ -362,11 +363,20 @@ inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
   return plan;
 }
 
-// Whether it does so in any mode: one rounding, and the same bits in every run. With masks of
-// pairs, ranges, dropout, and a mask of keys beside a window, atomics take 15 to 25% less time.
+// Whether it does so in any mode: one rounding, and the same bits in every run. That takes 9 to 11%
+// longer than atomics with causality. With masks of pairs, ranges, dropout, and a mask of keys
+// beside a window, it would take 15 to 25% longer.
 inline bool is_in_order_in_any_mode(const AttentionBackwardParams& params) {
-  return hopper_mask(static_cast<const AttentionParams&>(params)) == HopperMask::kNone ||
-         hopper_mask_in_order(params) != HopperMask::kAny;
+  const AttentionParams& call = params;
+  return hopper_mask(call) == HopperMask::kNone || hopper_mask_in_order(params) != HopperMask::kAny;
+}
+
+// Whether blocks of keys can write their sums of dQ: no tile is left out, and there are adding
+// warps, see HopperBackward::kMayHaveAddingWarps.
+inline bool can_write_query_sums(const AttentionBackwardParams& params,
+                                 const AttentionHopperBackwardTile& tile) {
+  return !tile.is_wide() && params.bias.data == nullptr && params.window_left < 0 &&
+         params.window_right < 0 && hopper_mask(params) == HopperMask::kNone;
 }
 
 // A row of kAttentionHopperHeadsTiles, or -1, also if other kernels are faster.
@@ -461,11 +471,12 @@ struct Sm90 {
     if (plan.tile < 0 || !has_code()) return {};
     const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[plan.tile];
     const int64_t key_tiles = divide_up<int64_t>(params.keys, tile.keys());
-    const int most_tiles = is_deterministic ? kMostKeyTilesInOrder : 1;
-    if ((params.can_write_query_sums() && key_tiles <= most_tiles) ||
-        (is_deterministic &&
-         (key_tiles == 1 || key_tiles * params.query_sum_bytes() <= kMostQuerySumBytes))) {
-      plan.query_gradient = QueryGradient::kInParts;
+    const bool can_write = can_write_query_sums(params, tile);
+    const bool are_few = can_write && key_tiles <= (is_deterministic ? kMostWrittenKeyTiles : 1);
+    const bool are_small =
+        key_tiles == 1 || key_tiles * params.query_sum_bytes() <= kMostQuerySumBytes;
+    if (are_few || (is_deterministic && are_small)) {
+      plan.query_gradient = can_write ? QueryGradient::kWritten : QueryGradient::kInParts;
       plan.query_sums = static_cast<int>(key_tiles);
     } else {
       plan.query_gradient =

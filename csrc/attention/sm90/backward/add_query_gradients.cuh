@@ -1,7 +1,7 @@
 #pragma once
-// Adds dQ to the sums in global memory, by one lane of a warp for each warpgroup that makes it: the
-// warps after the copying one. So a warpgroup waits neither for a turn nor for the end of an
-// addition.
+// Adds dQ to the sums in global memory, or writes it, by one lane of a warp for each warpgroup that
+// makes it: the warps after the copying one. So a warpgroup waits neither for a turn nor for the
+// end of an addition.
 
 #include "../../turns.cuh"
 #include "block.cuh"
@@ -39,8 +39,8 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::add_query_gradients(
       pass_turn(turn);
     }
   };
-  params.writes_query_sums() ? take_all.template operator()<true>()
-                             : take_all.template operator()<false>();
+  params.query_gradient_kind == QueryGradient::kWritten ? take_all.template operator()<true>()
+                                                        : take_all.template operator()<false>();
 }
 
 }  // namespace megasoftmax
