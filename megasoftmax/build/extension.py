@@ -208,7 +208,7 @@ _SECONDS = {
     "attention_biased_bias_gradient": 20,
     "attention_biased_hopper_backward": 35,
     "attention_biased_hopper_forward": 30,
-    "attention_biased_hopper_bias_gradient": 6,
+    "attention_biased_hopper_bias_gradient": 8,
     "attention_biased_hopper_heads_forward": 15,
     "attention_biased_hopper_table_backward": 35,
     "attention_biased_hopper_table_forward": 30,
