@@ -337,10 +337,7 @@ def run(
             how_dropped = _how_dropped(trainees, moved)
             if how_dropped == OTHER_ENTRIES:
                 found = compare_over_seeds(moved, first, second, seeds, comparison.floor)
-                over_seeds = [
-                    Check(name, step, parameter, error, difference, allowed)
-                    for name, parameter, error, difference, allowed in found
-                ]
+                over_seeds = [Check(each.quantity, step, *each[1:]) for each in found]
                 how_dropped = f"{OTHER_ENTRIES} over {seeds} seeds at {CONFIDENCE:.1%} confidence"
         dropout_seed = step if how_dropped == SAME_ENTRIES else None
         if step in chosen:
@@ -444,10 +441,18 @@ class _Comparison:
 
         `seed` of dropout; None: switched off.
         """
-        baseline = trainees[0]
+        baseline, candidate, reference = trainees
         weights = {name: p.detach().clone() for name, p in baseline.parameters.items()}
         generator = torch.Generator(baseline.device).manual_seed(step)
-        closest = self._measure(step, batch, weights, trainees, seed)
+
+        def measure() -> list[Distance]:
+            distances = compare(step, batch, weights, baseline, candidate, reference, seed)
+            for found in distances:
+                kind = _kind(found.parameter)
+                self._largest[kind] = max(self._largest[kind], found.baseline)
+            return distances
+
+        closest = measure()
         for _ in range(REPETITIONS):
             if all(found.candidate <= self._allowed(found.parameter) for found in closest):
                 break
@@ -456,41 +461,17 @@ class _Comparison:
                     weight.shape, generator=generator, dtype=torch.float32, device=weight.device
                 )
                 weight.mul_(1 + NEARBY * noise)
-            closest = [
-                min(pair, key=lambda found: found.candidate)
-                for pair in zip(
-                    closest, self._measure(step, batch, weights, trainees, seed), strict=True
-                )
-            ]
+            pairs = zip(closest, measure(), strict=True)
+            closest = [min(pair, key=lambda found: found.candidate) for pair in pairs]
             self.repeated = sorted({*self.repeated, step})
         self._measured += [(step, found) for found in closest]
 
     def judge(self) -> Iterator[Check]:
         """A check for each measured distance, by the baseline's largest of its kind."""
-        for step, found in self._measured:
-            yield Check(
-                "loss from equal weights" if found.parameter is None else "gradient",
-                step,
-                found.parameter,
-                self._largest[_kind(found.parameter)],
-                found.candidate,
-                self._allowed(found.parameter),
-            )
-
-    def _measure(
-        self,
-        step: int,
-        batch: Batch,
-        weights: dict[str, torch.Tensor],
-        trainees: list[Trainee],
-        seed: int | None,
-    ) -> list[Distance]:
-        baseline, candidate, reference = trainees
-        distances = compare(step, batch, weights, baseline, candidate, reference, seed)
-        for found in distances:
-            kind = _kind(found.parameter)
-            self._largest[kind] = max(self._largest[kind], found.baseline)
-        return distances
+        for step, (parameter, _, candidate) in self._measured:
+            quantity = "loss from equal weights" if parameter is None else "gradient"
+            largest, allowed = self._largest[_kind(parameter)], self._allowed(parameter)
+            yield Check(quantity, step, parameter, largest, candidate, allowed)
 
     def _allowed(self, parameter: str | None) -> float:
         return FACTOR * self._largest[_kind(parameter)] + self.floor
