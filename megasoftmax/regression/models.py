@@ -305,16 +305,14 @@ def make_batches(model: torch.nn.Module, batch: int, length: int, seed: int) -> 
         )
         return text[begins + torch.arange(count, device=text.device)].long()
 
-    for step in itertools.count():
+    for padded in itertools.cycle((True, False, False, True)):
         if task == "image":
             yield _images(pieces, config)
         elif task == "sound":
-            yield _sounds(pieces, length, step % 4 in (0, 3), config)
+            yield _sounds(pieces, length, padded, config)
         else:
-            vocabulary = getattr(config, "vocab_size", BYTES)
-            yield _sequences(
-                task, pieces(2 * length) % vocabulary, length, step % 4 in (0, 3), generator
-            )
+            text_of_batch = pieces(2 * length) % getattr(config, "vocab_size", BYTES)
+            yield _sequences(task, text_of_batch, length, padded, generator)
 
 
 def read_text() -> torch.Tensor:
