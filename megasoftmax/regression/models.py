@@ -54,23 +54,19 @@ _NO_GROUPS = {
     name: size for name, size in _DECODER.items() if name not in ("num_key_value_heads", "head_dim")
 }
 
+_WINDOWED = _DECODER | {"sliding_window": WINDOW}
+
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _NO_GROUPS | {"n_inner": 128}),
     "llama": ("LlamaForCausalLM", _DECODER),
-    "mistral": ("MistralForCausalLM", _DECODER | {"sliding_window": WINDOW}),
-    "mixtral": ("MixtralForCausalLM", _DECODER | {**_ALL_EXPERTS, "sliding_window": None}),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        _DECODER | {"sliding_window": WINDOW, "query_pre_attn_scalar": 48},
-    ),
+    "mistral": ("MistralForCausalLM", _WINDOWED),
+    "mixtral": ("MixtralForCausalLM", _DECODER | _ALL_EXPERTS | {"sliding_window": None}),
+    "gemma2": ("Gemma2ForCausalLM", _WINDOWED | {"query_pre_attn_scalar": 48}),
     "gpt_oss": (
         "GptOssForCausalLM",
-        _DECODER
-        | {
-            "sliding_window": WINDOW,
-            **_ALL_EXPERTS,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
+        _WINDOWED
+        | _ALL_EXPERTS
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     ),
     "t5": (
         "T5ForConditionalGeneration",
