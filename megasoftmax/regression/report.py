@@ -41,14 +41,12 @@ def print_report(console: Console, report: Report) -> None:
     """The verdict, a table of the distances, what both cost, and the worst failures."""
     console.print(f"{report.settings.model}: {_verdict(report)}", highlight=False)
     console.print(_title(report), highlight=False)
-    print_tables = _print_tables if console.width >= NARROW else _print_lines
-    print_tables(console, report)
     is_narrow = console.width < NARROW
-    for line in _notes(report):
+    print_distances = _print_lines if is_narrow else _print_tables
+    print_distances(console, report)
+    failures = [f"[red]REGRESSION[/red] {each}" for each in report.failures[:NAMED_FAILURES]]
+    for line in [*_notes(report), *failures]:
         console.print(line, soft_wrap=not is_narrow, highlight=False)
-    for failure in report.failures[:NAMED_FAILURES]:
-        text = f"[red]REGRESSION[/red] {failure}"
-        console.print(text, soft_wrap=not is_narrow, highlight=False)
     unnamed = len(report.failures) - NAMED_FAILURES
     if unnamed > 0:
         console.print(f"and {unnamed} more")
