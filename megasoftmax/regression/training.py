@@ -243,11 +243,7 @@ class _SameDropout(TorchFunctionMode):
         return result
 
     def _dropout(
-        self,
-        input: torch.Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
         if not training or p == 0:
             return input
@@ -358,14 +354,9 @@ def gradient_scales(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, f
     for name, square in squares.items():
         layers[_layer(name)] = max(layers[_layer(name)], square)
         blocks[_block(name)] = max(blocks[_block(name)], square)
+    least = SHARE_OF_MODEL**2 * whole
     return {
-        name: math.sqrt(
-            max(
-                layers[_layer(name)],
-                SHARE_OF_BLOCK**2 * blocks[_block(name)],
-                SHARE_OF_MODEL**2 * whole,
-            )
-        )
+        name: math.sqrt(max(layers[_layer(name)], SHARE_OF_BLOCK**2 * blocks[_block(name)], least))
         for name in squares
     }
 
