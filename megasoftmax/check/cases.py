@@ -97,8 +97,8 @@ class Softmax(Drawn):
             return [p.detach(), *_gradients(p, tensors[2], leaves)]
 
         tensors = scores, bias, incoming
-        actual, expected = run(fused, *tensors), run(False, *_in_float(tensors))
         wide = _in_float(tensors)
+        actual, expected = run(fused, *tensors), run(False, *wide)
         p = _stored(megasoftmax.softmax(wide[0], bias=wide[1], fused=False, **given), self.dtype)
         kept = p / (1 - self.dropout)
         errors = _score_errors(p, kept, wide[2].abs(), (kept * wide[2].abs()).sum(-1, True))
@@ -503,11 +503,10 @@ def _deviations(
         # An entry without a visible pair is 0 exactly. Others may be numbers below the normal ones.
         most = _noise(dtype) * bound + (bound > 0) * limits.smallest_normal * limits.eps
         ratio = torch.where(error == 0, 0.0, error / most).nan_to_num(nan=math.inf, posinf=math.inf)
-        worst = float(ratio.max()) if ratio.numel() else 0.0
-        index = int(ratio.flatten().argmax()) if ratio.numel() else 0
-        message = ""
+        worst, message = 0.0, ""
         if ratio.numel():
-            got, wanted = ours.flatten()[index], theirs.flatten()[index]
-            message = f"expected {float(wanted):.6g}, got {float(got):.6g}, entry {index}"
+            index = int(ratio.argmax())
+            worst, got, wanted = (float(each.flatten()[index]) for each in (ratio, ours, theirs))
+            message = f"expected {wanted:.6g}, got {got:.6g}, entry {index}"
         found[name] = Deviation(worst, message)
     return found

@@ -147,11 +147,7 @@ class Drawn(SimpleNamespace):
     def __str__(self) -> str:
         found = []
         for name, value in vars(self).items():
-            if (
-                value is None
-                or value is False
-                or (name in self.usual and value == self.usual[name])
-            ):
+            if value is None or value is False or value == self.usual.get(name):
                 continue
             name = name.replace("_", " ")
             words = str(value).removeprefix("torch.")
@@ -358,14 +354,11 @@ class Ranges(Drawn):
             first = (position // step * step).expand(self.shape or (1,)).reshape(self.shape)
             end = first + step if self.kind == "documents" else first + 1
             first = first if self.kind == "documents" else torch.zeros_like(first)
-        made = [
-            layout.place(bound.floor().to(self.dtype)) if is_given else None
-            for layout, bound, is_given in (
-                (self.first_layout, first, self.has_first),
-                (self.end_layout, end, self.has_end),
-            )
-        ]
-        return made[0], made[1]
+        first, end = (bound.floor().to(self.dtype) for bound in (first, end))
+        return (
+            self.first_layout.place(first) if self.has_first else None,
+            self.end_layout.place(end) if self.has_end else None,
+        )
 
 
 def made(drawn: Any, data: Data) -> Any:
