@@ -154,12 +154,11 @@ def host() -> Path:
         return cache.keep(_HOST, _host_key(), compile_into)
     except BuildError:
         packed = _packed()
-        if packed is None:
-            raise
-        with suppress(OSError):
-            folder = Path(tempfile.mkdtemp(prefix=f"{_HOST}-"))  # with mode 0700
-            atexit.register(rmtree, folder, ignore_errors=True)
-            return _write_host(folder, packed)
+        if packed is not None:
+            with suppress(OSError):
+                folder = Path(tempfile.mkdtemp(prefix=f"{_HOST}-"))  # with mode 0700
+                atexit.register(rmtree, folder, ignore_errors=True)
+                return _write_host(folder, packed)
         raise
 
 
@@ -341,11 +340,7 @@ def build_component(component: str, nvcc: extension.Nvcc, names: Sequence[str]) 
 
     def compile_into(folder: Path) -> Path:
         _start_host()
-        with (
-            _compiling,
-            extension.toolchain(nvcc),
-            extension.progress(folder, sources, component),
-        ):
+        with _compiling, extension.toolchain(nvcc), extension.progress(folder, sources, component):
             return _compile(
                 "megasoftmax",
                 sources,
@@ -360,8 +355,7 @@ def build_component(component: str, nvcc: extension.Nvcc, names: Sequence[str]) 
 
 def _find_component(component: str) -> Path | None:
     """What `build_component` built for this machine's GPUs."""
-    names = _architectures_of_these_gpus()
-    return cache.find(f"megasoftmax-{component}", _key(names)) if names else None
+    return _find(f"megasoftmax-{component}")
 
 
 def _find_or_build(component: str) -> Path:
@@ -435,10 +429,13 @@ def find_whole() -> Path | None:
     Raises:
         BuildError: others could have written the one in the cache.
     """
-    if _LIBRARY.exists():
-        return _LIBRARY
+    return _LIBRARY if _LIBRARY.exists() else _find("megasoftmax")
+
+
+def _find(name: str) -> Path | None:
+    """A library of the cache for this machine's GPUs."""
     names = _architectures_of_these_gpus()
-    return cache.find("megasoftmax", _key(names)) if names else None
+    return cache.find(name, _key(names)) if names else None
 
 
 def architectures_of(path: Path) -> tuple[str, ...]:
