@@ -475,13 +475,7 @@ def setup_arguments(name: str, nvcc: Nvcc, architectures: Iterable[str]) -> dict
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildLibrary}}
 
 
-def build(
-    folder: Path,
-    objects: Path,
-    nvcc: Nvcc,
-    architectures: Iterable[str],
-    log: Path,
-) -> Path:
+def build(folder: Path, objects: Path, nvcc: Nvcc, architectures: Iterable[str], log: Path) -> Path:
     """Builds the library that torch.ops.load_library takes.
 
     Args:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,12 +127,9 @@ def _read(path: Path, library: Path) -> Tuned:
     expected = {"library": str, "gpu": str, "date": str, "forward": list, "backward": list}
     if not isinstance(found, dict) or {name: type(found[name]) for name in found} != expected:
         raise ValueError(f"expected {', '.join(expected)}")
-    if not all(_are_rows(found[name]) for name in ("forward", "backward")):
+    rows = *found["forward"], *found["backward"]
+    if not all(type(each) is int and 0 <= each < 2**31 for each in rows):
         raise ValueError("forward, backward: expected integers from 0 to 2147483647")
     if found["library"] != cache.seal_of(library):
         raise ValueError(f"it was measured with another library than {library}")
     return Tuned(found["gpu"], found["date"], tuple(found["forward"]), tuple(found["backward"]))
-
-
-def _are_rows(rows: Sequence[object]) -> bool:
-    return all(type(each) is int and 0 <= each < 2**31 for each in rows)
