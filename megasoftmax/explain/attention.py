@@ -8,12 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megasoftmax.explain.common import (
-    ask,
-    check_call,
-    visible_entries,
-    window_of,
-)
+from megasoftmax.explain.common import ask, check_call, visible_entries, window_of
 from megasoftmax.explain.gpu import H200, LAUNCH_MICROSECONDS, Gpu, device_of
 from megasoftmax.limits import kernel_limits
 from megasoftmax.options import Window
@@ -184,25 +179,25 @@ def explain_attention(
     answer = ask("megasoftmax_attention_plan", **vars(call))
     plan = SimpleNamespace(**{name: int(value) for name, (value,) in answer.items()})
 
-    pairs = batches * heads * visible_entries(limits, queries, keys)
+    visible = visible_entries(limits, queries, keys)  # of a head
+    pairs = batches * heads * visible
     size = dtype.itemsize
     rows = batches * heads * queries
     query_bytes, output_bytes = rows * head_dim * size, rows * value_dim * size
     key_value_bytes = batches * key_heads * keys * (head_dim + value_dim) * size
     bias_size = bias_dtype.itemsize
     of_pairs = (batches if shifted else 1) * heads if bias or shifted else 0
-    bias_bytes = of_pairs * visible_entries(limits, queries, keys) * bias_size
+    bias_bytes = of_pairs * visible * bias_size
     of_head = queries + keys - 1 if relative else keys if key_bias else 0
     table_bytes = heads * of_head * bias_size
-    mask_bytes = batches * visible_entries(limits, queries, keys) if masked else 0
+    mask_bytes = batches * visible if masked else 0
     read = query_bytes + key_value_bytes + bias_bytes + table_bytes + mask_bytes
     statistics_bytes = rows * _STATISTICS_BYTES
     if backward:
         read += 2 * output_bytes + statistics_bytes  # the output and its gradient
         written = query_bytes + key_value_bytes
-        # The launch that moves the gradient of shifted scores is not counted.
-        written += of_pairs * queries * keys * bias_size if bias_gradient else 0
-        written += table_bytes if bias_gradient else 0
+        if bias_gradient:  # the launch that moves the one of shifted scores is not counted
+            written += of_pairs * queries * keys * bias_size + table_bytes
         flops = 2 * pairs * (3 * head_dim + 2 * value_dim)
     else:
         written = output_bytes + statistics_bytes

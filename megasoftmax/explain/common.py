@@ -55,11 +55,9 @@ def ask(function: str, **call: int) -> dict[str, list[str]]:
     """
     ask_library = getattr(plans(), function)
     ask_library.restype = ctypes.c_char_p
-    text: bytes = ask_library(
-        "\n".join(f"{name} {value:d}" for name, value in call.items()).encode()
-    )
+    given = "\n".join(f"{name} {value:d}" for name, value in call.items())
+    words = ask_library(given.encode()).decode().split()
     found: dict[str, list[str]] = {}
-    words = text.decode().split()
     for name, value in zip(words[::2], words[1::2], strict=True):
         found.setdefault(name, []).append(value)
     return found

@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megasoftmax.build import tuned
-from megasoftmax.explain.common import (
-    Moved,
-    ask,
-    check_call,
-    plans,
-    visible_entries,
-    window_of,
-)
+from megasoftmax.explain.common import Moved, ask, check_call, plans, visible_entries, window_of
 from megasoftmax.explain.gpu import H200, Gpu, device_of
 from megasoftmax.limits import RowRegime, kernel_limits
 from megasoftmax.options import Window
@@ -236,10 +229,7 @@ def _reasons(
         "any length" if regime.max_vectors is None else f"at most {regime.max_vectors:,} vectors"
     )
     blocks = "one block" if blocks_per_row == 1 else f"{blocks_per_row} blocks"
-    found = [
-        f"serves {kind} rows",
-        f"takes rows of {longest}: these need up to {vectors:,}",
-    ]
+    found = [f"serves {kind} rows", f"takes rows of {longest}: these need up to {vectors:,}"]
     if regime.blocks_per_row is None:
         found.append(
             f"shares out the GPU: {blocks} take a row together, and {at_a_time:,} of "

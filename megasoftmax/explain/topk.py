@@ -24,9 +24,7 @@ class TopkExplanation(Moved):
     k: int
     dtype: torch.dtype
     backward: bool
-    regime: (
-        str  # the name in the table of limits.h; "tile" or "router" for short rows in shared memory
-    )
+    regime: str  # of the table in limits.h; "tile" or "router" for short rows in shared memory
     why: str
     vectors: int  # the most that a row can need
     threads: int  # of a block
@@ -99,7 +97,8 @@ def explain_topk(
     plan = {name: int(value) for name, (value,) in answer.items()}  # fields of TopkExplanation
     logits = rows * columns * dtype.itemsize
     results = rows * (k * (dtype.itemsize + _INDEX_BYTES) + _STATISTICS_BYTES)
-    mask_bytes = rows * columns if masked else 0
+    read = logits + (rows * columns if masked else 0)
+    read += results + rows * k * dtype.itemsize if backward else 0  # and the gradient of the k
     return TopkExplanation(
         rows=rows,
         columns=columns,
@@ -110,9 +109,7 @@ def explain_topk(
         why=_why(regime, plan, rows),
         **plan,
         gpu=device,
-        bytes_read=logits
-        + mask_bytes
-        + (results + rows * k * dtype.itemsize if backward else 0),  # and the gradient of the k
+        bytes_read=read,
         bytes_written=logits if backward else results,
     )
 
