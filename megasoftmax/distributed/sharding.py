@@ -114,10 +114,8 @@ def _allowed(splits: tuple[_Split, ...], op: Any, args: tuple[Any, ...]) -> list
 def _softmax_forward(*args: Any) -> Iterator[_Split]:
     given = reference.softmax.ForwardArguments(*args)
     for dim in range(given.scores.ndim - 2):
-        yield (
-            (dim, dim if given.return_lse else _REPLICATED),
-            type(given)(scores=dim, **_beside_rows(given, given.scores, dim)),
-        )
+        of_lse = dim if given.return_lse else _REPLICATED
+        yield (dim, of_lse), type(given)(scores=dim, **_beside_rows(given, given.scores, dim))
 
 
 def _beside_rows(given: Any, rows: Any, dim: int) -> dict[str, _Placement]:
@@ -136,13 +134,11 @@ def _beside(given: Any, rows: Any, dim: int, lacking: dict[str, int]) -> dict[st
 
 
 def _softmax_backward(*args: Any) -> Iterator[_Split]:
-    given = reference.softmax.BackwardArguments(*args)
-    return _of_softmax_gradients(given, "probabilities")
+    return _of_softmax_gradients(reference.softmax.BackwardArguments(*args), "probabilities")
 
 
 def _softmax_dropout_backward(*args: Any) -> Iterator[_Split]:
-    given = reference.softmax.DropoutBackwardArguments(*args)
-    return _of_softmax_gradients(given, "scores")
+    return _of_softmax_gradients(reference.softmax.DropoutBackwardArguments(*args), "scores")
 
 
 def _of_softmax_gradients(given: Any, rows_name: str) -> Iterator[_Split]:
@@ -151,14 +147,9 @@ def _of_softmax_gradients(given: Any, rows_name: str) -> Iterator[_Split]:
     for dim in range(rows.ndim - 2):
         beside = _beside_rows(given, rows, dim)
         alike = dict.fromkeys((rows_name, "gradient", "lse_gradient", "lse"), dim)
-        yield (
-            (
-                dim,
-                _of_gradient(beside["bias"]) if given.bias_gradient else _REPLICATED,
-                dim if given.sink_gradient else _REPLICATED,
-            ),
-            type(given)(**alike, **beside),
-        )
+        of_bias = _of_gradient(beside["bias"]) if given.bias_gradient else _REPLICATED
+        of_sink = dim if given.sink_gradient else _REPLICATED
+        yield (dim, of_bias, of_sink), type(given)(**alike, **beside)
 
 
 def _columns_forward(scores: Any, scale: Any, dtype: Any, return_lse: Any) -> Iterator[_Split]:
@@ -174,10 +165,7 @@ def _columns_backward(*args: Any) -> Iterator[_Split]:
 def _topk_forward(*args: Any) -> Iterator[_Split]:
     given = reference.topk.ForwardArguments(*args)
     for dim in range(given.logits.ndim - 1):
-        yield (
-            (dim, dim, dim + 1),
-            type(given)(logits=dim, **_beside_logits(given, dim)),
-        )
+        yield (dim, dim, dim + 1), type(given)(logits=dim, **_beside_logits(given, dim))
 
 
 def _beside_logits(given: Any, dim: int) -> dict[str, _Placement]:
@@ -196,10 +184,7 @@ def _topk_backward(*args: Any) -> Iterator[_Split]:
 def _attention_forward(*args: Any) -> Iterator[_Split]:
     given = reference.attention.ForwardArguments(*args)
     for dim in _splittable(given):
-        yield (
-            (dim, dim + 1),
-            type(given)(query=dim, **_beside_queries(given, dim)),
-        )
+        yield (dim, dim + 1), type(given)(query=dim, **_beside_queries(given, dim))
 
 
 _BESIDE_QUERIES = reference.softmax.tensors_of(reference.attention.attention_forward)[1:]
@@ -222,16 +207,11 @@ def _attention_backward(*args: Any) -> Iterator[_Split]:
     for dim in _splittable(given):
         beside = _beside_queries(given, dim)
         alike = dict.fromkeys(("query", "d_output", "d_lse", "output"), dim)
-        yield (
-            (
-                dim,
-                _of_gradient(beside["key"]),
-                _of_gradient(beside["value"]),
-                _of_gradient(beside["bias"]) if given.bias_gradient else _REPLICATED,
-                dim if given.sink_gradient else _REPLICATED,
-            ),
-            type(given)(**alike, statistics=dim + 1, **beside),
-        )
+        of_key, of_value = _of_gradient(beside["key"]), _of_gradient(beside["value"])
+        of_bias = _of_gradient(beside["bias"]) if given.bias_gradient else _REPLICATED
+        of_sink = dim if given.sink_gradient else _REPLICATED
+        results = dim, of_key, of_value, of_bias, of_sink
+        yield results, type(given)(**alike, statistics=dim + 1, **beside)
 
 
 def _of_broadcast(tensor: Any, scores: Any, dim: int, missing: int) -> _Placement:
