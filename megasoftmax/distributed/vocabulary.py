@@ -78,10 +78,7 @@ class _ShardedTopk(torch.autograd.Function):
         candidates, statistics, offsets = _unpack(gathered, k, statistics.dtype, factor)
 
         best = reference.topk.select(candidates.y, k)
-        indices, y, excluded = (
-            part.gather(-1, best)
-            for part in (candidates.indices, candidates.y, candidates.excluded)
-        )
+        y, indices, excluded = (part.gather(-1, best) for part in candidates)
         maximum, log_sum, _ = statistics.double().unsqueeze(-1)
         weights = (y.double() - maximum) * reference.topk.rounded(factor, y.dtype, y.device)
         of_rows: list[Any] = [
