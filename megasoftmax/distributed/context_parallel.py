@@ -397,7 +397,7 @@ class _RingFunction(torch.autograd.Function):
                 _add_to(sums, coming.wait())
             # A share that is alone so far goes to the next rank as it is.
             is_rounded = has_one_block and owner == (ring.rank - 1) % ranks
-            contents = _contents(sums, is_rounded)
+            contents = [each.rounded() if is_rounded else each.exact() for each in sums]
             coming = _Exchange(ring, contents, owner, len(parts) == 1)
             del contents
         finish(before)
@@ -530,14 +530,10 @@ class _Shares:
             self._sum = None
 
 
-# Functions, so that no name of a loop keeps a tensor of an earlier rank.
+# A function, so that no name of a loop keeps a tensor of an earlier rank.
 def _add_to(sums: list[_Shares], others: list[Tensor]) -> None:
     for each, other in zip(sums, others, strict=True):
         each.add(slice(None), other)
-
-
-def _contents(sums: list[_Shares], is_rounded: bool) -> list[Tensor]:
-    return [each.rounded() if is_rounded else each.exact() for each in sums]
 
 
 class _Merged:
@@ -553,15 +549,15 @@ class _Merged:
         self._given, self._dtype = given, dtype  # of sums
         has_kernels = implementation is ops.attention.IMPLEMENTATION
         self._merge_into = ops.attention.merge if has_kernels else reference.attention.merge
-        self._output: Tensor | None = None  # a sum, or what the first block of all queries has
-        self._statistics: Tensor | None = None
+        # Sums, or what the first block of all queries has.
+        self._found: tuple[Tensor, Tensor] | None = None
         self._second: tuple[slice, Tensor, Tensor] | None = None  # not merged yet
 
     def add(self, rows: slice, output: Tensor, statistics: Tensor) -> None:
         """What attention of these queries over other keys returned."""
-        if self._output is None and output.shape[2] == self._given.query.shape[2]:
-            self._output, self._statistics = output, statistics
-        elif self._second is None and self._output is not None and not self._has_sum():
+        if self._found is None and output.shape[2] == self._given.query.shape[2]:
+            self._found = output, statistics
+        elif self._second is None and self._found and self._found[0].dtype != self._dtype:
             self._second = rows, output, statistics
         else:
             self._to_sum()
@@ -571,46 +567,36 @@ class _Merged:
         """Of all blocks, and of what joins them; the output in the type of the query."""
         query = self._given.query
         logit = reference.softmax.logit_beside(self._given, self._dtype, query.device)
-        if self._output is None or logit is not None:
+        if self._found is None or logit is not None:
             self._to_sum()
         if self._second is not None:
             self._merge(*self._second)
-        assert self._output is not None
-        assert self._statistics is not None
+        assert self._found is not None
+        output, statistics = self._found
         if logit is not None:
-            largest, log_sum, _ = self._statistics
+            largest, log_sum, _ = statistics
             total = torch.logaddexp(log_sum, logit - largest)
             base = total.masked_fill(total == -torch.inf, 0)
-            self._output.mul_(torch.exp(log_sum - base).unsqueeze(-1))
-            self._statistics = torch.stack((largest, total, largest + total))
-        return self._output.to(query.dtype), self._statistics
-
-    def _has_sum(self) -> bool:
-        return self._output is not None and self._output.dtype == self._dtype
+            output.mul_(torch.exp(log_sum - base).unsqueeze(-1))
+            statistics = torch.stack((largest, total, largest + total))
+        return output.to(query.dtype), statistics
 
     def _to_sum(self) -> None:
-        if self._output is None:
+        if self._found is None:
             value_dim = self._given.value.shape[-1]
             output = _new_output(self._given.query, value_dim, self._dtype).zero_()
-            self._output = output
-            self._statistics = output.new_full((3, *output.shape[:-1]), -torch.inf)
-            self._statistics[0] = 0
-        self._output = self._output.to(self._dtype)
+            statistics = output.new_full((3, *output.shape[:-1]), -torch.inf)
+            statistics[0] = 0
+            self._found = output, statistics
+        self._found = self._found[0].to(self._dtype), self._found[1]
         if self._second is not None:
             self._merge(*self._second)
             self._second = None
 
     def _merge(self, rows: slice, output: Tensor, statistics: Tensor) -> None:
-        assert self._output is not None
-        assert self._statistics is not None
-        into = self._output[:, :, rows], self._statistics[..., rows]
+        assert self._found is not None
+        into = self._found[0][:, :, rows], self._found[1][..., rows]
         self._merge_into(*into, output, statistics)
-
-
-def _owners(ring: Ring) -> Iterator[int]:
-    """The ranks whose keys come by, its own first."""
-    ranks = len(ring.lengths)
-    return ((ring.rank - step) % ranks for step in range(ranks))
 
 
 def _tour(
@@ -626,7 +612,8 @@ def _tour(
         The number of the piece, the rank, and keys and values. The latter are one list for all
         other ranks, which changes: who names what is in it keeps that of a third rank.
     """
-    own, *others = _owners(ring)
+    ranks = len(ring.lengths)
+    own, *others = ((ring.rank - step) % ranks for step in range(ranks))
     pieces = [[part.key, part.value] for part in parts]
     as_one = len(pieces) == 1
     coming = _Exchange(ring, pieces[0], own, as_one) if others else None
@@ -670,9 +657,7 @@ class _Exchange:
             sent = [torch.cat([each.reshape(-1) for each in sent])]
             parts: Sequence[Tensor] = rooms[0].split(sizes)
         else:
-            parts = rooms = [
-                each.new_empty(shape) for each, shape in zip(sent, shapes, strict=True)
-            ]
+            parts = rooms = [sent[0].new_empty(shape) for shape in shapes]
             sent = [each.contiguous() for each in sent]
         self.received = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self._sent = sent  # kept until it has been sent
