@@ -106,8 +106,7 @@ def run_case(run: measure.Run, case: Case) -> Iterator[measure.Row]:
 
 @measure.benchmark("generation.csv", rounds=5)
 def main(
-    run: measure.Run,
-    tokens: Annotated[int, typer.Option(help="That each call generates.")] = 64,
+    run: measure.Run, tokens: Annotated[int, typer.Option(help="That each call generates.")] = 64
 ) -> None:
     """Times the tokens that a model generates."""
     place = prepared(run)

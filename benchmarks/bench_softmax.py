@@ -30,10 +30,7 @@ TABLE = [
     ((1, 8, 16384, 16384), ("causal", "scaled")),
     *((shape, USUAL) for shape in ((8, 32, 2047, 2047), (4, 16, 1023, 1023), (2, 32, 4096, 4097))),
     ((1, 16, 8192, 8192), ("window",)),
-    (
-        (8, 32, 2048, 2048),
-        ("sink", "causal+sink", "key mask", "head bias", "bias", "float32"),
-    ),
+    ((8, 32, 2048, 2048), ("sink", "causal+sink", "key mask", "head bias", "bias", "float32")),
     *(
         (shape, ("softcap", "causal+softcap"))
         for shape in ((8, 32, 2048, 2048), (1, 16, 8192, 8192))

@@ -3,14 +3,7 @@
 import torch
 from tables import table
 
-from megasoftmax.explain import (
-    GPU_NAMES,
-    Gpu,
-    explain,
-    explain_attention,
-    explain_topk,
-    gpu_named,
-)
+from megasoftmax.explain import GPU_NAMES, Gpu, explain, explain_attention, explain_topk, gpu_named
 
 
 def gpus_table() -> str:

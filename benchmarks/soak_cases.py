@@ -313,10 +313,7 @@ class Softmax(_Rows, cases.Softmax):
         return oracle.compare(softmax, scores, **arguments, **incoming)[1]
 
 
-LOGITS = (
-    *("two values", "ascending", "descending", "zeros of both signs"),
-    *SCORES,
-)
+LOGITS = (*("two values", "ascending", "descending", "zeros of both signs"), *SCORES)
 
 
 class Topk(_Rows, cases.Topk):

@@ -204,10 +204,7 @@ def cases() -> list[Case]:
         dropping(gpt2, **no_tokens),
         replace(compiled, implementations=("sdpa", NAME)),
         replace(
-            gpt2,
-            name="GPT-2, 12 layers of width 256, 128 tokens",
-            implementations=PEERS,
-            **tiny,
+            gpt2, name="GPT-2, 12 layers of width 256, 128 tokens", implementations=PEERS, **tiny
         ),
         llama_1b,
         checkpointed,

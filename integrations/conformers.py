@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttention
-from transformers.models.seamless_m4t.modeling_seamless_m4t import (
-    SeamlessM4TConformerSelfAttention,
-)
+from transformers.models.seamless_m4t.modeling_seamless_m4t import SeamlessM4TConformerSelfAttention
 from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertSelfAttention
 from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
     Wav2Vec2ConformerSelfAttention,

@@ -88,12 +88,7 @@ def triangle_attention(
         excluded = ~_with_batch("mask", mask, batch).bool()
     elif kv_lengths is not None:
         visible = None, _with_batch("kv_lengths", kv_lengths, batch).squeeze(-1)
-    options: dict[str, Any] = {
-        "bias": bias,
-        "mask": excluded,
-        "scale": scale,
-        "visible": visible,
-    }
+    options: dict[str, Any] = {"bias": bias, "mask": excluded, "scale": scale, "visible": visible}
     try:
         if not return_aux:
             return megasoftmax.attention(q, k, v, **options)

@@ -32,12 +32,7 @@ from torch import Tensor
 import megasoftmax
 from megasoftmax import checks
 from megasoftmax.biases import RelativeBias, alibi_bias
-from megasoftmax.options import (
-    Window,
-    as_number,
-    check_dropout,
-    checked_window,
-)
+from megasoftmax.options import Window, as_number, check_dropout, checked_window
 
 _NAMES = {  # of arguments of megasoftmax.attention
     "query": "q",

@@ -94,10 +94,7 @@ def rule_of(function: Callable[..., Any]) -> Rule | None:
 
 
 def _as_keys(
-    limits: list[Tensor],
-    reduce: Callable[[Tensor, Tensor], Tensor],
-    kv_offset: int,
-    keys: int,
+    limits: list[Tensor], reduce: Callable[[Tensor, Tensor], Tensor], kv_offset: int, keys: int
 ) -> Tensor | None:
     """The tightest of the limits, counted from the first key."""
     if not limits:

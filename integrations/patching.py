@@ -31,13 +31,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import megasoftmax
-from megasoftmax.integrations.names import (
-    NAME,
-    NAMES,
-    SOFTMAX_NAME,
-    asked_name,
-    is_disabled,
-)
+from megasoftmax.integrations.names import NAME, NAMES, SOFTMAX_NAME, asked_name, is_disabled
 from megasoftmax.integrations.products import like_query
 from megasoftmax.integrations.replacing import Change, Patched, Reports, Served
 from megasoftmax.integrations.routers import (

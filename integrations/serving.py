@@ -118,9 +118,7 @@ def _blocked(layers: list[Layer]) -> dict[int, str]:
 
 
 def changes_for(
-    layers: list[Layer],
-    why_not: dict[str, str],
-    name_for: Callable[[PreTrainedConfig], str | None],
+    layers: list[Layer], why_not: dict[str, str], name_for: Callable[[PreTrainedConfig], str | None]
 ) -> list[Change]:
     """The changes that make layers run megasoftmax's attention.
 

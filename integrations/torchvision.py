@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 try:
-    from torchvision.models.swin_transformer import (
-        ShiftedWindowAttention,
-        ShiftedWindowAttentionV2,
-    )
+    from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 except ImportError as error:
     raise ImportError(
         "torchvision: expected one with models.swin_transformer; pip install torchvision"
@@ -98,11 +95,7 @@ patch_model = model_patcher(LAYERS, lambda layer: layer.qkv.out_features // 3 //
 
 
 def _across_shift(
-    height: int,
-    width: int,
-    window: tuple[int, int],
-    shift: tuple[int, int],
-    device: torch.device,
+    height: int, width: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device
 ) -> Tensor:
     """Pairs that only the shift brought into one window, bool [windows, tokens, tokens]."""
     regions = []

@@ -30,11 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Fields of a config that change results and are not computed here, and the value they must have.
-_UNSUPPORTED = {
-    "qk_clip": False,
-    "log_max_attention_logit": False,
-    "batch_invariant_mode": False,
-}
+_UNSUPPORTED = {"qk_clip": False, "log_max_attention_logit": False, "batch_invariant_mode": False}
 
 
 class MegasoftmaxCoreAttention(MegatronModule):
@@ -267,9 +263,8 @@ class MegasoftmaxCoreAttention(MegatronModule):
             )
             return output
         if takes_attention(query, key, value, AttentionOptions(**options)):
-            if (
-                mask is not None
-            ):  # forward and backward share its block mask; layers have no pass to share
+            if mask is not None:
+                # Forward and backward share its block mask; layers have no pass to share.
                 options["mask"] = megasoftmax.TileMask(mask)
             return megasoftmax.attention(query, key, value, **options)
         if isinstance(bias, megasoftmax.RelativeBias):
