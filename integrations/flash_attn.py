@@ -24,6 +24,7 @@ What differs from flash-attn:
 Source: Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691, and the docstrings of flash-attn.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ _NAMES = {  # of arguments of megasoftmax.attention
     "bias.table": "alibi_slopes",
     "bias": "alibi_slopes",
 }
+_NAMES_OF_KV = {"k": "kv", "v": "kv"}
 _ELSEWHERE = {
     "flash_attn_with_kvcache": "write the new keys and values into the cache, and call "
     "megasoftmax.attention with visible=megasoftmax.ranges.lengths(number of valid keys)",
@@ -93,24 +95,18 @@ def flash_attn_func(
         TypeError, ValueError: an argument is not as above; names the argument.
         NotImplementedError: as `megasoftmax.attention`.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_rank(name, tensor, 4, "[batch, tokens, heads, dim]")
-    _check_shapes(q, k, v)
+    _check_shapes(q, k, v, "[batch, tokens, heads, dim]")
     options = _options(
         *(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     )
     batch, queries, heads, _ = q.shape
     options["bias"] = _alibi(alibi_slopes, ((heads,), (batch, heads)), queries, k.shape[1])
-    query, key, value = (each.transpose(1, 2) for each in (q, k, v))
-    try:
-        if return_attn_probs:
-            output, lse = megasoftmax.attention(query, key, value, **options, return_lse=True)
-        else:  # a CPU may run torch's own attention, which returns no log-sum-exp
-            output = megasoftmax.attention(query, key, value, **options)
-    except (TypeError, ValueError) as error:
-        raise checks.renamed(error, _NAMES) from None
-    output = output.transpose(1, 2)
-    return (output, lse, None) if return_attn_probs else output
+    tensors = (each.transpose(1, 2) for each in (q, k, v))
+    found = _called(_NAMES, megasoftmax.attention, *tensors, **options)
+    if not return_attn_probs:
+        return found.transpose(1, 2)
+    output, lse = found
+    return output.transpose(1, 2), lse, None
 
 
 def flash_attn_varlen_func(
@@ -157,9 +153,7 @@ def flash_attn_varlen_func(
         TypeError, ValueError: an argument is not as above; names the argument.
         NotImplementedError: as `megasoftmax.attention`.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_rank(name, tensor, 3, "[tokens, heads, dim]")
-    _check_shapes(q, k, v)
+    _check_shapes(q, k, v, "[tokens, heads, dim]")
     options = _options(
         *(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     )
@@ -176,13 +170,8 @@ def flash_attn_varlen_func(
         )
     options["bias"] = _alibi(alibi_slopes, ((heads,),), tokens, tokens)
     given = q, k, v, cu_seqlens_q, cu_seqlens_k
-    try:
-        if not return_attn_probs:
-            return megasoftmax.attention_varlen(*given, **options)
-        output, lse = megasoftmax.attention_varlen(*given, **options, return_lse=True)
-    except (TypeError, ValueError) as error:
-        raise checks.renamed(error, _NAMES) from None
-    return output, lse, None
+    found = _called(_NAMES, megasoftmax.attention_varlen, *given, **options)
+    return (*found, None) if return_attn_probs else found
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Result:
@@ -200,10 +189,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any)
     The options are those of `flash_attn_func` from dropout_p on, in the same order.
     """
     k, v = _unpacked("kv", kv, "batch, tokens", 2)
-    try:
-        return flash_attn_func(q, k, v, *options, **named)
-    except (TypeError, ValueError) as error:
-        raise checks.renamed(error, {"k": "kv", "v": "kv"}) from None
+    return _called(_NAMES_OF_KV, flash_attn_func, q, k, v, *options, **named)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -215,11 +201,9 @@ def flash_attn_varlen_qkvpacked_func(
     `flash_attn_varlen_func` from dropout_p on, in the same order.
     """
     q, k, v = _unpacked("qkv", qkv, "tokens", 3)
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    try:
-        return flash_attn_varlen_func(q, k, v, *lengths, *options, **named)
-    except (TypeError, ValueError) as error:
-        raise checks.renamed(error, {"cu_seqlens_q": "cu_seqlens"}) from None
+    given = q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    names = {"cu_seqlens_q": "cu_seqlens"}
+    return _called(names, flash_attn_varlen_func, *given, *options, **named)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
@@ -229,10 +213,7 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **name
     from cu_seqlens_q on, in the same order.
     """
     k, v = _unpacked("kv", kv, "tokens", 2)
-    try:
-        return flash_attn_varlen_func(q, k, v, *options, **named)
-    except (TypeError, ValueError) as error:
-        raise checks.renamed(error, {"k": "kv", "v": "kv"}) from None
+    return _called(_NAMES_OF_KV, flash_attn_varlen_func, q, k, v, *options, **named)
 
 
 def _options(
@@ -259,7 +240,18 @@ def _options(
         "causal": causal,
         "window": checked_window("window_size", window_size),
         "dropout": dropout_p,
+        "return_lse": return_attn_probs,
     }
+
+
+def _called(
+    names: dict[str, str], function: Callable[..., Any], /, *given: Any, **named: Any
+) -> Any:
+    """What the function returns; its errors have these names of arguments."""
+    try:
+        return function(*given, **named)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, names) from None
 
 
 def _alibi(
@@ -276,8 +268,10 @@ def _alibi(
     return alibi_bias(slopes, queries, keys)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Tensors of one rank, [..., tokens, heads, dim]."""
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, expected: str) -> None:
+    """Tensors of the expected dimensions, [..., tokens, heads, dim]."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_rank(name, tensor, expected.count(",") + 1, expected)
     leading = q.shape[:-3]
     heads, head_dim = q.shape[-2:]
     if k.shape[:-3] != leading or k.shape[-1] != head_dim:
