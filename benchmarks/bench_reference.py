@@ -109,18 +109,6 @@ def softmax_topk(case: Case) -> Ways:
 WAYS = {EAGER: softmax, SDPA: attention, TOPK: softmax_topk}
 
 
-def thread_timer(calls: int) -> measure.Timer:
-    """Milliseconds that this thread runs for one call, over some calls in a row."""
-
-    def milliseconds(function: measure.Function) -> float:
-        start = time.thread_time()
-        for _ in range(calls):
-            function()
-        return 1e3 * (time.thread_time() - start) / calls
-
-    return milliseconds
-
-
 def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
     mode = torch.no_grad if case.direction == "forward" else nullcontext
     calls = {}
@@ -129,10 +117,11 @@ def rows_of(run: measure.Run, case: Case) -> Iterator[measure.Row]:
         if refusal:
             raise RuntimeError(f"{name}: {refusal}")
         calls[name] = ready[case.direction]
-    timer = thread_timer(1 if run.is_small else max(1, 2**18 // torch.Size(case.shape).numel()))
+    count = 1 if run.is_small else max(1, 2**18 // torch.Size(case.shape).numel())
+    timer = measure.host_timer(count, "cpu", time.thread_time)
     with mode():
         found = measure.interleaved(calls, run.turns, timer, warm_up=2, choose=min)
-    theirs, ours = found[case.peer], found[OURS]
+    theirs, ours = (found[name] / 1e3 for name in (case.peer, OURS))
     milliseconds = {"peer_ms": f"{theirs:.4g}", "ours_ms": f"{ours:.4g}"}
     yield {"peer": case.peer, **milliseconds, "ratio": f"{ours / theirs:.2f}"}
 

@@ -152,7 +152,7 @@ def interleaved(
     return {name: choose(samples[warm_up:]) for name, samples in times.items()}
 
 
-def host_timer(calls: int, device: str) -> Timer:
+def host_timer(calls: int, device: str, clock: Callable[[], float] = time.perf_counter) -> Timer:
     """A timer of what the host does for one call, in microseconds, over some calls in a row.
 
     On a GPU they must be few and short enough that its queue has room for all of them.
@@ -161,10 +161,10 @@ def host_timer(calls: int, device: str) -> Timer:
     def microseconds(function: Function) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = clock()
         for _ in range(calls):
             function()
-        return 1e6 * (time.perf_counter() - start) / calls
+        return 1e6 * (clock() - start) / calls
 
     return microseconds
 
