@@ -40,9 +40,6 @@ class Case(measure.Case):
     has_mask: bool = False
     kind: str = "shared"  # the bias: "shared", "own" of each row, "shift" or "keys"
 
-    def __str__(self) -> str:
-        return self.name
-
 
 CASES = [
     *(Case(f"triangle-{n}", n, 4, n, 32, True) for n in (256, 384, 512, 768)),

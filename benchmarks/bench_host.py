@@ -33,9 +33,6 @@ class Case(measure.Case):
     ours: Callable[..., Tensor]
     torchs: Callable[..., Tensor]
 
-    def __str__(self) -> str:
-        return self.name
-
 
 def cases() -> list[Case]:
     """On the default device; float32, on a GPU bfloat16."""

@@ -241,6 +241,10 @@ class Case:
     def case(self) -> str:
         return str(self)
 
+    def __str__(self) -> str:
+        """The name, of cases that have one."""
+        return self.name
+
     def described(self) -> Row:
         """The columns of the case."""
 

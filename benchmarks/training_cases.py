@@ -132,9 +132,6 @@ class Case(measure.Case):
         loss.backward()
         return loss.detach()
 
-    def __str__(self) -> str:
-        return self.name
-
 
 def cases() -> list[Case]:
     no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
