@@ -246,20 +246,20 @@ def make_batch(model: PreTrainedModel, padding: str = "none") -> dict[str, torch
         return torch.randint(3, VOCABULARY, (BATCH, length), generator=generator)
 
     batch: dict[str, torch.Tensor] = {}
+    keep = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    if padding != "none":
+        keep[1, slice(-5, None) if padding == "right" else slice(5)] = 0
     if task == "protein":
         width, pair_width = config.structure_head.diffusion_module.hidden_size, (LENGTH, 16)
-        keep = torch.ones(BATCH, LENGTH, dtype=torch.bool)
-        if padding != "none":
-            keep[1, slice(-5, None) if padding == "right" else slice(5)] = False
         for part, shape in (("hidden", (width,)), ("single", (width,)), ("pairs", pair_width)):
             batch[part] = torch.randn(BATCH, LENGTH, *shape, generator=generator)
-        return batch | {"attention_mask": keep}
+        return batch | {"attention_mask": keep.bool()}
     if task in TEXT or task == "image and text":
-        ids, keep = draw_tokens(LENGTH), torch.ones(BATCH, LENGTH, dtype=torch.long)
         if padding != "none":
-            keep[1, slice(-5, None) if padding == "right" else slice(5)] = 0
             batch["attention_mask"] = keep
-        batch["input_ids"] = ids.masked_fill(keep == 0, getattr(config, "pad_token_id", 0) or 0)
+        batch["input_ids"] = draw_tokens(LENGTH).masked_fill(
+            keep == 0, getattr(config, "pad_token_id", 0) or 0
+        )
     if task == "seq2seq" and config.is_encoder_decoder:
         batch["decoder_input_ids"] = draw_tokens(LENGTH - 5)
     if task in ("image", "image and text"):
