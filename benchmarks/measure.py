@@ -442,11 +442,10 @@ class Run:
 
     def captured(self, functions: Calls, calls: int) -> Calls:
         """Their graphs, of those that can be captured; on a CPU the functions."""
+        if self.device == "cpu":
+            return functions
         graphs: Calls = {}
         for name, function in functions.items():
-            if self.device == "cpu":
-                graphs[name] = function
-                continue
             try:
                 graphs[name] = captured(function, calls)
             except Exception as error:

@@ -180,6 +180,10 @@ def run_case(run: measure.Run, case: Case, force: Force, gpu: Gpu) -> Iterator[m
     def call(scores: torch.Tensor) -> torch.Tensor:
         return megasoftmax.softmax(scores, mask=mask, causal=case.is_causal, fused=fused)
 
+    def forced(function: measure.Function, forward: int, backward: int) -> None:
+        force(forward, backward)
+        function()
+
     output = call(leaf)
     passes: measure.Calls = {
         "forward": lambda: call(scores),
@@ -190,18 +194,10 @@ def run_case(run: measure.Run, case: Case, force: Force, gpu: Gpu) -> Iterator[m
         found = {str(regime.index): regime for regime in candidates(case, is_backward, gpu)}
         functions: measure.Calls = {"copy": lambda: target.copy_(scores)}
         for name, candidate in found.items():
-
-            def forced(
-                index: int = candidate.index,
-                is_backward: bool = is_backward,
-                function: measure.Function = function,
-            ) -> None:
-                force(-1 if is_backward else index, index if is_backward else -1)
-                function()
-
-            functions[name] = forced
-        for forced in functions.values():
-            forced()
+            regimes = (-1, candidate.index) if is_backward else (candidate.index, -1)
+            functions[name] = functools.partial(forced, function, *regimes)
+        for each in functions.values():
+            each()
         calls = CALLS if case.timing == "graph" else 1
         graphs = run.captured(functions, calls) if calls > 1 else functions
         times = measure.interleaved(graphs, run.turns, run.timer())
