@@ -1,5 +1,6 @@
 """Biases that are masks in fact, as the models of AlphaFold's kind pass them."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -48,10 +49,7 @@ def bias_and_mask(
             mask = excluded
         else:
             given.insert(0, first.masked_fill(excluded, -torch.inf))
-    bias = None
-    for each in given:
-        bias = each if bias is None else bias + each
-    return bias, mask
+    return functools.reduce(torch.add, given) if given else None, mask
 
 
 def _is_mask(

@@ -6,6 +6,7 @@ what it was made with is read from its closure. Positions count all tokens, also
 has forgotten.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,9 +67,9 @@ class Rule(NamedTuple):
             firsts.append(first[:, None])
             ends.append(first[:, None] + size)
         if self.sequence is not None:
-            begins_and_ends = megasoftmax.ranges.segments(self.sequence)
-            firsts.append(begins_and_ends[0])
-            ends.append(begins_and_ends[1])
+            first, end = megasoftmax.ranges.segments(self.sequence)
+            firsts.append(first)
+            ends.append(end)
         return (
             _as_keys(firsts, torch.maximum, kv_offset, keys),
             _as_keys(ends, torch.minimum, kv_offset, keys),
@@ -94,15 +95,12 @@ def rule_of(function: Callable[..., Any]) -> Rule | None:
 
 
 def _as_keys(
-    limits: list[Tensor], reduce: Callable[[Tensor, Tensor], Tensor], kv_offset: int, keys: int
+    limits: list[Tensor], tighter: Callable[[Tensor, Tensor], Tensor], kv_offset: int, keys: int
 ) -> Tensor | None:
     """The tightest of the limits, counted from the first key."""
     if not limits:
         return None
-    tightest = limits[0]
-    for limit in limits[1:]:
-        tightest = reduce(tightest, limit)
-    return (tightest - kv_offset).clamp(0, keys).to(torch.int32)
+    return (functools.reduce(tighter, limits) - kv_offset).clamp(0, keys).to(torch.int32)
 
 
 _Parts = list[tuple[str, Any]]
