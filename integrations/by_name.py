@@ -95,10 +95,8 @@ def _extended_setter(original: Callable[..., None]) -> Callable[..., None]:
 def _extended_call(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         # Tracers replace that of Module for a while.
-        is_of_module = original is _CALL_OF_MODULE
-        return in_a_pass(
-            torch.nn.Module.__call__ if is_of_module else original, self, *args, **kwargs
-        )
+        call = torch.nn.Module.__call__ if original is _CALL_OF_MODULE else original
+        return in_a_pass(call, self, *args, **kwargs)
 
     return __call__
 

@@ -147,10 +147,8 @@ def _of_both_sides(sliding_window: Any) -> _Parts | None:
 
 def _readers() -> dict[Any, Callable[..., _Parts | None]]:
     """By the code of what transformers would make."""
-    causal, some = (
-        masking_utils.causal_mask_function,
-        torch.empty(0, dtype=torch.int64, device="cpu"),
-    )
+    causal = masking_utils.causal_mask_function
+    some = torch.empty(0, dtype=torch.int64, device="cpu")
     made: dict[Any, Callable[..., _Parts | None]] = {
         causal: lambda: [("right", 0)],
         masking_utils.bidirectional_mask_function: list,
