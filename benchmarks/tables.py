@@ -266,30 +266,24 @@ def families_tables(rows: list[Row]) -> dict[str, str]:
     same = [row for marker in ("works", "in part", "own") for row in parts[marker]]
     worst = max(float(row["logits_error"]) for row in same)
     commits = dict.fromkeys(row["commit"] for row in rows)
+
+    def first_cells(row: Row) -> tuple[str, ...]:
+        return f"`{row['class']}`", row["kind"], row["uses"]
+
+    head = ("class", "kind", "attention has", "layers that run megasoftmax", "the others")
     found = {
         "sweep": "transformers {transformers}, torch {torch}, commit".format(**rows[0])
         + f"{'s' if len(commits) > 1 else ''} {', '.join(commits)}, {rows[0]['date']}: "
         f"{len(rows)} classes. The largest error of logits is {worst:.0e}, relative to all "
         "logits of the class.",
-        "works": table(
-            ("class", "kind", "attention has"),
-            ((f"`{row['class']}`", row["kind"], row["uses"]) for row in parts["works"]),
-            words=3,
-        ),
+        "works": table(head[:3], map(first_cells, parts["works"]), words=3),
         "own": ", ".join(f"`{row['class']}` (`{row['why']}`)" for row in parts["own"]) or "None.",
         "none": ", ".join(f"`{row['class']}`" for row in parts["none"]),
     }
     lines = (
-        (
-            f"`{row['class']}`",
-            row["kind"],
-            row["uses"],
-            f"{row['served']} of {row['layers']}",
-            f"`{row['why']}`",
-        )
+        (*first_cells(row), f"{row['served']} of {row['layers']}", f"`{row['why']}`")
         for row in parts["in part"]
     )
-    head = ("class", "kind", "attention has", "layers that run megasoftmax", "the others")
     found["in part"] = table(head, lines, words=5)
     for marker in ("patch_model", "refused", "not built"):
         lines = ((f"`{row['class']}`", short_reason(row["why"])) for row in parts[marker])
