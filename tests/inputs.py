@@ -33,6 +33,14 @@ def normal(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: i
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
+def drawn(
+    *shapes: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Random leaves, each with a seed of its own."""
+    made = (normal(*shape, device=device, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
+    return [each.requires_grad_() for each in made]
+
+
 def coin(*shape: int, device: str, odds: float = 0.3, seed: int = 1) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.rand(shape, generator=generator, device=device) < odds

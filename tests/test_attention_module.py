@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from einops import rearrange
-from inputs import attention_as_defined, coin, normal
+from inputs import attention_as_defined, coin, drawn, normal
 
 import megasoftmax
 from megasoftmax import FusedAttention, biases
@@ -43,8 +43,7 @@ def make_inputs(queries, keys, device="cpu", dtype=torch.float32):
         (BATCH, KEY_HEADS, keys, HEAD_DIM),
         (BATCH, KEY_HEADS, keys, VALUE_DIM),
     )
-    made = (normal(*s, device=device, dtype=dtype, seed=i) for i, s in enumerate(shapes))
-    return tuple(tensor.requires_grad_() for tensor in made)
+    return drawn(*shapes, device=device, dtype=dtype)
 
 
 def t5_buckets(relative, buckets, max_distance, causal):

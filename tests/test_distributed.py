@@ -25,7 +25,7 @@ import processes
 import pytest
 import torch
 import torch.distributed
-from inputs import coin, normal
+from inputs import coin, deterministic, drawn, normal
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -1387,10 +1387,8 @@ def layer(query, key, sink):
 
 
 def gradients_of_layer(device, run):
-    tensors = [
-        normal(*shape, device=device, dtype=torch.bfloat16, seed=i).requires_grad_()
-        for i, shape in enumerate(((2, 4, 9, 16), (2, 2, 9, 16), (4,)))
-    ]
+    shapes = ((2, 4, 9, 16), (2, 2, 9, 16), (4,))
+    tensors = drawn(*shapes, device=device, dtype=torch.bfloat16)
     run(layer, *tensors).backward()
     return [tensor.grad for tensor in tensors]
 
@@ -1400,9 +1398,8 @@ def with_ops(monkeypatch, device):
     """fused=True runs through the ops; the same bits every time."""
     if device == "cpu":
         processes.let_ops_serve_cpus(monkeypatch.setattr)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        yield
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

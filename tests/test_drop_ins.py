@@ -8,7 +8,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from inputs import HALVES, attention_as_defined, bits_equal, coin, deterministic, normal
+from inputs import (
+    HALVES,
+    attention_as_defined,
+    bits_equal,
+    coin,
+    deterministic,
+    drawn,
+    normal,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
@@ -72,12 +80,8 @@ def mask_shapes(case):
 
 def sdpa_inputs(case, device, dtype=DOUBLE):
     *shapes, options = SHAPES[case]
-    dims = (8, 8, 6)
-    tensors = [
-        normal(*shape, dim, device=device, seed=seed).to(dtype).requires_grad_()
-        for seed, (shape, dim) in enumerate(zip(shapes, dims, strict=True))
-    ]
-    return tensors, options
+    sizes = ((*shape, dim) for shape, dim in zip(shapes, (8, 8, 6), strict=True))
+    return drawn(*sizes, device=device, dtype=dtype), options
 
 
 def check_sdpa(tensors, leaves, **options):
@@ -299,10 +303,7 @@ def formula(
 
 def flash_inputs(device, queries=5, keys=9, dtype=DOUBLE, dim=8):
     shapes = ((2, queries, 4, dim), (2, keys, 2, dim), (2, keys, 2, dim))
-    return [
-        normal(*shape, device=device, seed=seed).to(dtype).requires_grad_()
-        for seed, shape in enumerate(shapes)
-    ]
+    return drawn(*shapes, device=device, dtype=dtype)
 
 
 FLASH = {
@@ -367,10 +368,8 @@ def packed_inputs(device, documents, dtype=DOUBLE):
     """Tensors, offsets, and the longest lengths."""
     lengths = torch.tensor(documents).T
     (queries, keys), longest = lengths.sum(1).tolist(), lengths.amax(1).tolist()
-    tensors = [
-        normal(tokens, heads, 8, device=device, seed=seed).to(dtype).requires_grad_()
-        for seed, (tokens, heads) in enumerate(((queries, 4), (keys, 2), (keys, 2)))
-    ]
+    shapes = ((queries, 4, 8), (keys, 2, 8), (keys, 2, 8))
+    tensors = drawn(*shapes, device=device, dtype=dtype)
     pad = torch.nn.functional.pad
     offsets = pad(lengths.cumsum(1), (1, 0)).int().to(device)
     return tensors, list(offsets), longest
@@ -600,10 +599,7 @@ def assert_near(actual, expected):
 @pytest.mark.parametrize("lengths", [(150, 150), (70, 200), (200, 70)])
 def test_sdpa_on_kernels(lengths, is_causal, dtype):
     shapes = [(2, 4, lengths[0], 64), (1, 2, lengths[1], 64), (1, 2, lengths[1], 64)]
-    tensors = [
-        normal(*shape, device="cuda", seed=seed, dtype=dtype).requires_grad_()
-        for seed, shape in enumerate(shapes)
-    ]
+    tensors = drawn(*shapes, device="cuda", dtype=dtype)
     exact = [each.detach().double().requires_grad_() for each in tensors]
     keep = coin(2, 1, 1, lengths[1], device="cuda", odds=0.8)
     masks = [None] if is_causal else [None, keep, normal(4, *lengths, device="cuda", dtype=dtype)]

@@ -10,7 +10,7 @@ import oracle
 import processes
 import pytest
 import torch
-from inputs import coin, deterministic, gpu_with_all_kernels, normal
+from inputs import coin, deterministic, drawn, gpu_with_all_kernels, normal
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
@@ -23,12 +23,6 @@ PROBABILITIES = (0.001, 0.1, 0.25, 0.5, 0.9)
 
 def seed_of(number, device):
     return torch.tensor([number], device=device)
-
-
-def drawn(*sizes, device, dtype):
-    """Random leaves, each with a seed of its own."""
-    tensors = (normal(*size, device=device, dtype=dtype, seed=i) for i, size in enumerate(sizes))
-    return [tensor.requires_grad_() for tensor in tensors]
 
 
 def type_on(device):

@@ -6,7 +6,7 @@ from types import ModuleType
 import pair_layers
 import pytest
 import torch
-from inputs import coin, normal
+from inputs import coin, drawn, normal
 from torch import Tensor
 
 from megasoftmax.integrations import evoformer, float_masks, installing
@@ -23,8 +23,7 @@ SOFT = normal(BATCH, ROWS, 1, 1, TOKENS, device="cpu", seed=5).double() + MASK
 def tensors(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Q, K, V and the bias of a batch."""
     shapes = [(BATCH, ROWS, TOKENS, HEADS, DIM)] * 3 + [(BATCH, 1, HEADS, TOKENS, TOKENS)]
-    made = [normal(*shape, device="cpu", seed=i).to(dtype) for i, shape in enumerate(shapes)]
-    return [each.requires_grad_() for each in made]
+    return drawn(*shapes, device="cpu", dtype=dtype)
 
 
 def defined(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from inputs import (
     bits_equal,
     coin,
     deterministic,
+    drawn,
     dtypes_on,
     normal,
     on_all_kernels,
@@ -746,10 +747,7 @@ def test_varlen(documents, options, device):
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     tokens, key_tokens = sum(of_queries) + 2, sum(of_queries if of_keys is None else of_keys) + 2
     shapes = ((tokens, 4, 16), (key_tokens, 2, 16), (key_tokens, 2, 8))
-    inputs = [
-        normal(*shape, device=device, dtype=dtype, seed=i).requires_grad_()
-        for i, shape in enumerate(shapes)
-    ]
+    inputs = drawn(*shapes, device=device, dtype=dtype)
     if given.pop("sink", False):
         given["sink"] = normal(4, device=device, dtype=torch.float32, seed=9).requires_grad_()
         inputs.append(given["sink"])
