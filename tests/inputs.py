@@ -218,16 +218,18 @@ def by_entry(
     return (split(query), split(key), split(value)), options
 
 
-def record_calls(monkeypatch: Any, function: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The (tensors, options) of every call of that function of megasoftmax, which still works."""
-    calls, original = [], getattr(megasoftmax, function)
+def record_calls(
+    monkeypatch: Any, function: str, owner: Any = megasoftmax
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The (tensors, options) of every call of that function of a module, which still works."""
+    calls, original = [], getattr(owner, function)
 
     def recording(*tensors: Any, **options: Any) -> Any:
         calls.append((tensors, options))
         return original(*tensors, **options)
 
     recording.why_not_fused = functools.partial(megasoftmax.why_not_fused, original)
-    monkeypatch.setattr(megasoftmax, function, recording)
+    monkeypatch.setattr(owner, function, recording)
     return calls
 
 

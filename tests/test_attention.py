@@ -23,6 +23,7 @@ from inputs import (
     gpu_with_all_kernels,
     normal,
     on_all_kernels,
+    record_calls,
     tensors,
 )
 from torch import Tensor
@@ -1346,17 +1347,11 @@ def test_blocks_of_the_reference(
 
 def test_blocks_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference.attention, "BLOCK", 1000)
-    sizes = []
-    softmax = torch.softmax
-
-    def noted(values: Tensor, dim: int, **options: Tensor) -> Tensor:
-        sizes.append(values.numel())
-        return softmax(values, dim, **options)
-
-    monkeypatch.setattr(torch, "softmax", noted)
+    calls = record_calls(monkeypatch, "softmax", torch)
     q, k, v = tensors("cpu", batch=3, heads=(4, 2), lengths=90)
     bias = RelativeBias(normal(4, 179, device="cpu"))
     attention(q, k, v, bias=bias, causal=True, fused=False)
+    sizes = [scores.numel() for (scores, _), _ in calls]
     assert max(sizes) <= 1000
     assert sum(sizes) == 3 * 4 * 90 * 90
 

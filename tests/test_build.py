@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inputs import record_calls
 from processes import write_compilers
 from sanitize_cases import table_of
 from torch.utils import cpp_extension
@@ -533,14 +534,7 @@ def test_library_is_built_once_on_first_use(small_sources, monkeypatch, capfd):
 
 @pytest.mark.nvcc
 def test_first_use_of_two_at_once_and_after_a_header_changed(small_sources, monkeypatch):
-    compile_sources = library._compile
-    compiled = []
-
-    def counted(*args, **flags):
-        compiled.append(args)
-        return compile_sources(*args, **flags)
-
-    monkeypatch.setattr(library, "_compile", counted)
+    compiled = record_calls(monkeypatch, "_compile", library)
     run, environment = cpp_extension._run_ninja_build, dict(os.environ)
     with ThreadPoolExecutor() as threads:
         names = ["softmax_float16", "softmax_float16", "topk_float32"]

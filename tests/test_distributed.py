@@ -25,7 +25,7 @@ import processes
 import pytest
 import torch
 import torch.distributed
-from inputs import coin, deterministic, drawn, normal
+from inputs import coin, deterministic, drawn, normal, record_calls
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -1087,21 +1087,14 @@ def test_what_a_ring_holds(eight_ranks, monkeypatch):
 
 def test_only_heads_of_keys_travel(eight_ranks, monkeypatch):
     """Keys and values 7 times forward; backward they and their gradients."""
-    sent = []
-    all_to_all = torch.distributed.all_to_all_single
-
-    def count(received, tensor, *args, **options):
-        sent.append(tensor.numel())
-        return all_to_all(received, tensor, *args, **options)
-
-    monkeypatch.setattr(torch.distributed, "all_to_all_single", count)
+    calls = record_calls(monkeypatch, "all_to_all_single", torch.distributed)
     query, key, value = (each.requires_grad_() for each in of_ring(4, heads=(8, 2)).values())
     output, _ = megasoftmax.ring_attention(query, key, value, group=torch.distributed.group.WORLD)
     of_keys = key.numel() + value.numel()
-    assert sum(sent) == 7 * of_keys
-    sent.clear()
+    assert sum(sent.numel() for (_, sent, *_), _ in calls) == 7 * of_keys
+    calls.clear()
     output.sum().backward()
-    assert sum(sent) == 2 * 7 * of_keys
+    assert sum(sent.numel() for (_, sent, *_), _ in calls) == 2 * 7 * of_keys
 
 
 @pytest.mark.parametrize(

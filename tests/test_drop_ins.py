@@ -16,6 +16,7 @@ from inputs import (
     deterministic,
     drawn,
     normal,
+    record_calls,
 )
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
@@ -127,18 +128,12 @@ def test_a_query_without_keys_is_0(device):
 
 
 def test_an_expanded_mask_is_inverted_unexpanded(monkeypatch):
-    taken = {}
-    attention = megasoftmax.attention
-
-    def spy(*tensors, **options):
-        taken.update(options)
-        return attention(*tensors, **options)
-
-    monkeypatch.setattr(megasoftmax.functions.sdpa, "attention", spy)
+    calls = record_calls(monkeypatch, "attention", megasoftmax.functions.sdpa)
     tensors, _ = sdpa_inputs("fewer queries", "cpu")
     keep = coin(2, 1, 1, 7, device="cpu", odds=0.6).expand(2, 4, 3, 7)
     check_sdpa(tensors, tensors, attn_mask=keep)
-    assert taken["mask"].shape == (2, 1, 1, 7)
+    ((_, options),) = calls
+    assert options["mask"].shape == (2, 1, 1, 7)
 
 
 @st.composite
@@ -250,19 +245,14 @@ def test_why_sdpa_does_not_run_fused(device):
 
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_a_cpu_takes_torchs_attention(has_mask, monkeypatch):
-    calls, original = [], autograd.sdpa.attention
-
-    def recording(query, key, value, added, causal, scale):
-        calls.append(added is None and not causal)
-        return original(query, key, value, added, causal, scale)
-
-    monkeypatch.setattr(autograd.sdpa, "attention", recording)
+    calls = record_calls(monkeypatch, "attention", autograd.sdpa)
     query, key, value = (normal(1, 7, 4, 8, device="cpu", seed=i) for i in range(3))
     heads_first = [each.transpose(1, 2) for each in (query, key, value)]
     mask = coin(7, 7, device="cpu") if has_mask else None
     scaled_dot_product_attention(*heads_first, mask)
     flash_attn.flash_attn_func(query, key, value, causal=has_mask)
-    assert calls == [not has_mask] * 2
+    is_plain = [added is None and not causal for (*_, added, causal, _), _ in calls]
+    assert is_plain == [not has_mask] * 2
     lengths = torch.tensor([0, 3, 7])
     flash_attn.flash_attn_varlen_func(query[0], key[0], value[0], lengths, lengths, 4, 4)
     assert len(calls) == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inputs import coin, normal
+from inputs import coin, normal, record_calls
 from pair_layers import (
     DIM,
     HEADS,
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import megasoftmax
-from megasoftmax.integrations import cuequivariance, evoformer, folding
+from megasoftmax.integrations import cuequivariance, evoformer
 from megasoftmax.integrations.folding import patch_model
 
 TOKENS = 20  # Protenix leaves up to 16 to its own code
@@ -229,28 +229,22 @@ def test_boltz_pairformer():
 
 
 @kinds
-def test_upcast(kind):
+def test_upcast(kind, monkeypatch):
     """Boltz computes this in float32 whatever its projections have; here too, unless told."""
     layer = pair_bias(kind)
     s = 0.3 * normal(2, TOKENS, HEADS * DIM, device="cpu")
     z = 0.3 * normal(2, TOKENS, TOKENS, WIDTH, device="cpu", seed=3)
     mask = torch.ones(2, TOKENS)
     wanted = layer(s, z, mask, s)
-    seen = []
-    attention = folding.megasoftmax.attention
-
-    def watched(*given, **options):
-        seen.append(given[0].dtype)
-        return attention(*given, **options)
-
-    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr(folding.megasoftmax, "attention", watched)
+    calls = record_calls(monkeypatch, "attention")
+    with torch.autocast("cpu", torch.bfloat16):
         for upcast in (True, False):
             with patch_model(layer, upcast=upcast):
                 found = layer(s, z.bfloat16(), mask, s)
             assert found.dtype == layer(s, z, mask, s).dtype == torch.bfloat16
             torch.testing.assert_close(found.float(), wanted, rtol=3e-2, atol=3e-2)
-    assert seen == [torch.float32, torch.bfloat16]
+    types = [query.dtype for (query, *_), _ in calls]
+    assert types == [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", ["AttentionPairBias", "DiffusionAttentionPairBias"])

@@ -139,10 +139,7 @@ def test_encoder_trains_as_eager(name, padded, implementation, calls):
 @pytest.mark.parametrize("name", ["wav2vec2_conformer", "parakeet"])
 def test_biases_are_made_again_in_the_backward_pass(name, calls, monkeypatch):
     """Other hooks of saved tensors, as of checkpointing, and torch.func keep them."""
-    made, make = [], conformers.position_scores
-    monkeypatch.setattr(
-        conformers, "position_scores", lambda *given: made.append(given) or make(*given)
-    )
+    made = record_calls(monkeypatch, "position_scores", conformers)
     model, batch = build_encoder(name), build_sound(name, False)
     patch_model(model)
     _, gradients = run(model, batch)

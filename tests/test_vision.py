@@ -176,8 +176,7 @@ def test_indices_are_kept_for_shifted_windows():
 
 
 def test_a_declined_packed_call_makes_its_options_once(monkeypatch):
-    made, make = [], windows._options
-    monkeypatch.setattr(windows, "_options", lambda *given: made.append(make(*given)) or made[-1])
+    made = record_calls(monkeypatch, "_options", windows)
     monkeypatch.setattr(windows, "served_packed_attention", lambda *given, **options: None)
     packed, bias = torch.randn(8, 9, 3, HEADS, 8), torch.randn(HEADS, 9, 9)
     mask = torch.zeros(4, 9, 9).masked_fill(torch.randn(4, 9, 9).triu(1) > 0, -100)
