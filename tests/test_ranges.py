@@ -550,20 +550,19 @@ def test_builders_compile_once_for_all_lengths(device):
 # The builders, against a loop over all pairs
 
 
-def bounds_of(visible, b, m, n):
-    """The keys that each query of each batch sees."""
-    excluded = mask_of(visible, n).cpu().expand(b, 1, m, n)[:, 0].tolist()
-    return [
-        [{j for j, is_hidden in enumerate(row) if not is_hidden} for row in rows]
-        for rows in excluded
-    ]
+def check_built(visible, shape, expected, keys, device):
+    """The bounds have that shape, and each query of each batch sees the expected ones of the keys.
 
-
-def check_kind(visible, shape, device):
+    A bound may be the same for all batches, or for all queries.
+    """
     for bound in visible:
         if bound is not None:
             assert (bound.dtype, bound.device.type) == (torch.int32, device)
             assert bound.shape == shape
+    sizes = (len(expected), 1, len(expected[0]), keys)
+    excluded = mask_of(visible, keys).cpu().expand(sizes)[:, 0].tolist()
+    found = [[{j for j in range(keys) if not row[j]} for row in rows] for rows in excluded]
+    assert found == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -572,13 +571,12 @@ def test_packed(lengths, dtype, device):
     for surplus in (0, 2):
         tokens = sum(lengths) + surplus
         found = ranges.packed(offsets(lengths).to(device, dtype), tokens)
-        check_kind(found, (1, 1, tokens), device)
         documents = [d for d, length in enumerate(lengths) for _ in range(length)]
         expected = [
             {j for j, other in enumerate(documents) if i < len(documents) and other == documents[i]}
             for i in range(tokens)
         ]
-        assert bounds_of(found, 1, tokens, tokens) == [expected]
+        check_built(found, (1, 1, tokens), [expected], tokens, device)
 
 
 @pytest.mark.parametrize(
@@ -589,8 +587,6 @@ def test_packed(lengths, dtype, device):
 def test_segments(ids, device):
     tensor = torch.tensor(ids, dtype=torch.int64).to(device)
     batch, tokens = tensor.shape
-    found = ranges.segments(tensor)
-    check_kind(found, (batch, 1, tokens), device)
     expected = [
         [
             {j for j in range(tokens) if len(set(row[min(i, j) : max(i, j) + 1])) == 1}
@@ -598,15 +594,13 @@ def test_segments(ids, device):
         ]
         for row in ids
     ]
-    assert bounds_of(found, batch, tokens, tokens) == expected
+    check_built(ranges.segments(tensor), (batch, 1, tokens), expected, tokens, device)
 
 
 def test_lengths(device):
     for n in (torch.tensor([3, 0, 9, -1]), torch.tensor([2], dtype=torch.int32)):
-        found = ranges.lengths(n.to(device))
-        check_kind(found, (len(n), 1, 1), device)
         expected = [[{j for j in range(6) if j < length}] * 2 for length in n.tolist()]
-        assert bounds_of(found, len(n), 2, 6) == expected
+        check_built(ranges.lengths(n.to(device)), (len(n), 1, 1), expected, 6, device)
     _, end = ranges.lengths(torch.tensor([2**40, -(2**40)], device=device))
     assert end.flatten().tolist() == [2**31 - 1, -(2**31)]
 
@@ -614,10 +608,8 @@ def test_lengths(device):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.uint8], ids=str)
 def test_padding(dtype, device):
     keep = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
-    found = ranges.padding(keep.to(device, dtype))
-    check_kind(found, (5, 1, 1), device)
     expected = [[{j for j in range(4) if row[j]}] for row in keep.tolist()]
-    assert bounds_of(found, 5, 1, 4) == expected
+    check_built(ranges.padding(keep.to(device, dtype)), (5, 1, 1), expected, 4, device)
 
 
 def test_padding_refuses_a_gap_of_which_it_knows():
@@ -631,18 +623,16 @@ def test_padding_refuses_a_gap_of_which_it_knows():
 @pytest.mark.parametrize(("size", "tokens"), [(1, 3), (2, 5), (3, 3), (9, 4), (4, 0), (2**40, 3)])
 def test_chunks(size, tokens, device):
     found = ranges.chunks(size, tokens, device=device)
-    check_kind(found, (1, 1, tokens), device)
     expected = [{j for j in range(tokens) if i // size == j // size} for i in range(tokens)]
-    assert bounds_of(found, 1, tokens, tokens) == [expected]
+    check_built(found, (1, 1, tokens), [expected], tokens, device)
     assert all((each <= tokens).all() for each in found)
 
 
 def test_prefix(device):
     n = torch.tensor([0, 3, 9])
-    found = ranges.prefix(n.to(device), 5)
-    check_kind(found, (3, 1, 5), device)
     seen = ((max(length, i + 1) for i in range(5)) for length in n.tolist())
-    assert bounds_of(found, 3, 5, 5) == [[{*range(min(end, 5))} for end in ends] for ends in seen]
+    expected = [[{*range(min(end, 5))} for end in ends] for ends in seen]
+    check_built(ranges.prefix(n.to(device), 5), (3, 1, 5), expected, 5, device)
 
 
 @pytest.mark.gpu
