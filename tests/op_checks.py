@@ -124,10 +124,12 @@ def check_compiled_once(function, draw, assert_close=torch.testing.assert_close)
 
 
 def check_vmap(function, inputs, dims, assert_close=torch.testing.assert_close):
-    """All examples at once give what each gives alone."""
+    """All examples at once give what each gives alone: a tensor, or a tuple of them."""
     found = torch.vmap(function, in_dims=tuple(dims))(*inputs)
     count = next(each.shape[dim] for each, dim in zip(inputs, dims, strict=True) if dim is not None)
     expected = [function(*select(inputs, dims, i)) for i in range(count)]
+    if isinstance(found, Tensor):
+        found, expected = (found,), [(each,) for each in expected]
     for actual, *wanted in zip(found, *expected, strict=True):
         assert_close(actual, torch.stack(wanted))
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import op_checks
 import processes
 import pytest
 import torch
@@ -181,11 +182,7 @@ def test_vmap(dims, device, monkeypatch):
         return megasoftmax.softmax_topk(logits, 6, fused=True, **options)
 
     given = [each if dim == 0 else each[0] for each, dim in zip((logits, bias), dims, strict=True)]
-    found = torch.vmap(call, dims)(*given)
-    expanded = (given[0].expand(5, 4, 64), given[1].expand(5, 64))
-    wanted = [call(*each) for each in zip(*expanded, strict=True)]
-    for actual, expected in zip(found, zip(*wanted, strict=True), strict=True):
-        torch.testing.assert_close(actual, torch.stack(expected))
+    op_checks.check_vmap(call, given, dims)
     assert set(seen) == {(64,)}
 
 

@@ -677,7 +677,7 @@ def test_vmap_of_a_mask_that_repeats(batched, device):
 def test_vmap_of_the_backward_op_of_columns(device):
     _, *rest = FAMILIES["columns"].backward_arguments(Draw(device))
     gradient, op = torch.randn(2, 5, 3, 4, device=device), FAMILIES["columns"].backward
-    op_checks.check_vmap(lambda g: (op(g.contiguous(), *rest),), [gradient], [3])
+    op_checks.check_vmap(lambda g: op(g.contiguous(), *rest), [gradient], [3])
 
 
 @pytest.mark.parametrize(

@@ -434,22 +434,24 @@ def dtype_of(device):
     return torch.float32 if device == "cpu" else torch.bfloat16
 
 
-def closeness(device):
-    return {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
+def close_on(device):
+    """assert_close(found, wanted); kernels have halves."""
+    tolerance = {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
+    return functools.partial(torch.testing.assert_close, **tolerance)
 
 
 @pytest.mark.parametrize("batched", [(True, True), (True, False), (False, True)], ids=str)
 def test_vmap(functions, device, batched):
     """Of ranges that each example has, or all share; and gradients of each example."""
     softmax, attention, _ = functions
-    examples, dtype = 3, dtype_of(device)
-    scores = normal(examples, 2, 4, 5, 13, device=device, dtype=dtype)
+    dtype = dtype_of(device)
+    scores = normal(3, 2, 4, 5, 13, device=device, dtype=dtype)
     given = [torch.stack([each, -each, 2 * each]) for each in tensors(device, dtype)]
     visible = [
         torch.stack([each, each.flip(0), each.flip(1)], 1) if is_batched else each
         for each, is_batched in zip(on(device, random(2, 4, 5, 13)), batched, strict=True)
     ]
-    dims = tuple(1 if is_batched else None for is_batched in batched)
+    dims = [1 if is_batched else None for is_batched in batched]
 
     def of_scores(scores, first, end):
         return softmax(scores[0], visible=(first[0], end[0]), causal=True)
@@ -462,14 +464,8 @@ def test_vmap(functions, device, batched):
 
     for function, inputs in ((of_scores, [scores]), (of_query, given)):
         for each in (function, gradient(function)):
-            found = torch.vmap(each, in_dims=(*[0] * len(inputs), *dims))(*inputs, *visible)
-            for i in range(examples):
-                own = [
-                    bound if dim is None else bound.select(dim, i)
-                    for bound, dim in zip(visible, dims, strict=True)
-                ]
-                expected = each(*(one[i] for one in inputs), *own)
-                torch.testing.assert_close(found[i], expected, **closeness(device))
+            all_dims = [*[0] * len(inputs), *dims]
+            op_checks.check_vmap(each, [*inputs, *visible], all_dims, close_on(device))
 
 
 def test_vmap_of_a_tile_mask(functions, device):
@@ -484,10 +480,8 @@ def test_vmap_of_a_tile_mask(functions, device):
     def own(query, blocks):
         return attention(query, key, value, mask=TileMask.from_blocks(blocks, 64))
 
-    for function, inputs in ((shared, (queries,)), (own, (queries, masks))):
-        found = torch.vmap(function)(*inputs)
-        expected = torch.stack([function(*each) for each in zip(*inputs, strict=True)])
-        torch.testing.assert_close(found, expected, **closeness(device))
+    op_checks.check_vmap(shared, [queries], [0], close_on(device))
+    op_checks.check_vmap(own, [queries, masks], [0, 0], close_on(device))
 
 
 def test_compiled(functions, device):
@@ -520,8 +514,8 @@ def test_compiled(functions, device):
     for function, inputs in calls.items():
         torch.compiler.reset()
         leaves = [each.detach().requires_grad_() for each in inputs]
-        close = functools.partial(torch.testing.assert_close, **closeness(device))
-        op_checks.check_compiled(function, op_checks.gradients_of, leaves, False, close)
+        gradients_of = op_checks.gradients_of
+        op_checks.check_compiled(function, gradients_of, leaves, False, close_on(device))
 
 
 def test_builders_compile_once_for_all_lengths(device):
@@ -748,8 +742,7 @@ def test_varlen(documents, options, device):
     assert output.shape == (tokens, 4, 8)
     lengths = (of_queries, of_queries if of_keys is None else of_keys)
     expected = by_loop(*inputs[:3], lengths, **given)
-    tolerance = {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
-    torch.testing.assert_close((output, lse), expected, check_dtype=False, **tolerance)
+    close_on(device)((output, lse), expected, check_dtype=False)
     losses = (
         one.double().sin().sum() + other.nan_to_num(neginf=0).double().sin().sum()
         for one, other in ((output, lse), expected)
@@ -757,7 +750,7 @@ def test_varlen(documents, options, device):
     found = [torch.autograd.grad(loss, inputs, allow_unused=True) for loss in losses]
     for actual, wanted in zip(*found, strict=True):
         wanted = torch.zeros_like(actual) if wanted is None else wanted
-        torch.testing.assert_close(actual, wanted, **tolerance)
+        close_on(device)(actual, wanted)
 
 
 def test_why_varlen_is_not_fused(device):
@@ -786,10 +779,9 @@ def test_varlen_with_a_relative_bias(columns, lengths, device):
         return
     whole = torch.nn.functional.pad(table, (20 - columns // 2, 20 - columns // 2))
     expected, _ = by_loop(*given, (lengths, lengths), whole, causal=True)
-    tolerance = {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
-    torch.testing.assert_close(output, expected, **tolerance)
+    close_on(device)(output, expected)
     found = [torch.autograd.grad(each.sin().sum(), table)[0] for each in (output, expected)]
-    torch.testing.assert_close(*found, **tolerance)
+    close_on(device)(*found)
 
 
 def test_varlen_with_alibi():
@@ -944,7 +936,7 @@ def test_module(device):
     plain = mask.to_mask(70, 130) | mask_of(visible, 130)
     found = layer(*given, mask=mask, visible=visible)
     assert layer.why_not_fused(*given, mask=mask, visible=visible) == layer.why_not_fused(*given)
-    torch.testing.assert_close(found, layer(*given, mask=plain), **closeness(device))
+    close_on(device)(found, layer(*given, mask=plain))
 
 
 # Reasons and errors

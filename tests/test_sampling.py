@@ -3,6 +3,7 @@
 import functools
 
 import numpy
+import op_checks
 import oracle
 import oracle_topk
 import pytest
@@ -199,10 +200,7 @@ def test_vmap(device):
     def call(logits, scale):
         return megasoftmax.softmax_topk(logits, 6, scale=scale, top_p=top_p, renormalize=True)
 
-    found = torch.vmap(call)(logits, scale)
-    wanted = [call(*each) for each in zip(logits, scale, strict=True)]
-    for actual, expected in zip(found, zip(*wanted, strict=True), strict=True):
-        torch.testing.assert_close(actual, torch.stack(expected))
+    op_checks.check_vmap(call, [logits, scale], [0, 0])
 
 
 @pytest.mark.parametrize("name", ["scale", "top_k", "top_p", "min_p"])
