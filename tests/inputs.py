@@ -53,6 +53,11 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
     )
 
 
+def fused_on(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """A function of megasoftmax that must run fused on a GPU."""
+    return functools.partial(function, fused=True if device == "cuda" else None)
+
+
 # Attention
 
 # Of a GPU for which the library has kernels of its own; those for every GPU; and those with the

@@ -6,7 +6,7 @@ import op_checks
 import processes
 import pytest
 import torch
-from inputs import DTYPES, coin, normal
+from inputs import DTYPES, coin, fused_on, normal
 
 import megasoftmax
 from megasoftmax import ops
@@ -22,10 +22,7 @@ gpu = pytest.mark.gpu
 
 SCORES = [("sigmoid", True), ("sigmoid", False), ("softmax", True)]
 scored = pytest.mark.parametrize(("score", "has_bias"), SCORES)
-
-
-def topk_on(device):
-    return functools.partial(megasoftmax.softmax_topk, fused=True if device == "cuda" else None)
+topk_on = functools.partial(fused_on, megasoftmax.softmax_topk)
 
 
 def scores_of(z, score):

@@ -8,7 +8,8 @@ import oracle
 import oracle_topk
 import pytest
 import torch
-from inputs import DTYPES, coin, normal
+from inputs import DTYPES, coin, fused_on, normal
+from test_topk import check, topk_on
 from torch import Tensor
 
 import megasoftmax
@@ -19,17 +20,7 @@ from megasoftmax.reference import topk as reference
 INF, NAN = torch.inf, torch.nan
 MAX_K = kernel_limits().topk["kMaxK"]
 gpu = pytest.mark.gpu
-
-
-def on(function, device):
-    return functools.partial(function, fused=True if device == "cuda" else None)
-
-
-def check(logits, k, **arguments):
-    is_wide = logits.dtype == torch.float64  # not for the kernels
-    function = megasoftmax.softmax_topk
-    function = function if is_wide else on(function, logits.device.type)
-    return oracle_topk.check(function, logits, k, **arguments)
+sample_on = functools.partial(fused_on, megasoftmax.sample)
 
 
 def parts(*shape, device, least=0.05, seed=3):
@@ -127,7 +118,7 @@ def test_with_a_bias_or_a_softcap_rows_have_scales_too(device):
 def test_rows_without_a_scale_are_nan(value, device):
     logits = normal(3, 50, device=device).requires_grad_()
     scale = torch.tensor([1.0, value, 0.5], device=device)
-    p, indices, lse = on(megasoftmax.softmax_topk, device)(logits, 7, scale=scale, return_lse=True)
+    p, indices, lse = topk_on(device)(logits, 7, scale=scale, return_lse=True)
     assert p.isnan().all(-1).tolist() == [False, True, False]
     assert lse.isnan().tolist() == [False, True, False]
     assert torch.equal(indices, logits.sort(-1, descending=True).indices[:, :7])
@@ -153,9 +144,8 @@ def test_nan_and_empty_rows_have_no_limits(device):
     mask = torch.zeros(4, 50, dtype=torch.bool, device=device)
     mask[3] = True
     for renormalize in (False, True):
-        p, indices = on(megasoftmax.softmax_topk, device)(
-            logits, 6, mask=mask, top_k=2, top_p=0.5, renormalize=renormalize
-        )
+        limits = {"top_k": 2, "top_p": 0.5, "renormalize": renormalize}
+        p, indices = topk_on(device)(logits, 6, mask=mask, **limits)
         assert p[1].isnan().all()
         assert (p[2:] == 0).all()
         assert (p[0, 2:] == 0).all()
@@ -165,7 +155,7 @@ def test_nan_and_empty_rows_have_no_limits(device):
 def test_top_k_says_whether_top_p_is_of_the_whole_row(device):
     """Transformers, vLLM and FlashInfer renormalise behind top_k."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], device=device).log()
-    sample = on(megasoftmax.softmax_topk, device)
+    sample = topk_on(device)
     # Of the whole row 0.4 is less than 0.55; of the first two it is 4/7, which is not.
     assert (sample(logits, 2, top_p=0.55)[0] > 0).sum() == 2
     assert (sample(logits, 2, top_k=2, top_p=0.55)[0] > 0).sum() == 1
@@ -247,7 +237,7 @@ def test_what_is_drawn_has_the_distribution(columns, options, device):
     rows, k = 20_000, 20
     row = 2 * normal(columns, device=device)
     given = SAMPLED[options]
-    drawn = on(megasoftmax.sample, device)(
+    drawn = sample_on(device)(
         row.expand(rows, columns), k, **given, seed=torch.tensor([7], device=device)
     )
     expected = oracle_topk.softmax_topk(row, k, **given, renormalize=True)
@@ -287,9 +277,7 @@ def test_sample(dtype, device):
                     "mask": coin(shape[-1], device=device),
                 }
             seed = torch.tensor([11], device=device)
-            sample, topk = (
-                on(each, device) for each in (megasoftmax.sample, megasoftmax.softmax_topk)
-            )
+            sample, topk = sample_on(device), topk_on(device)
             drawn, p, indices = sample(logits, k, **given, seed=seed, return_probabilities=True)
             wanted, same = topk(logits, k, **given, renormalize=True, dtype=p.dtype)
             torch.testing.assert_close(p, wanted)
@@ -316,17 +304,17 @@ def test_rows_without_a_distribution_give_their_first_index(device):
     logits = normal(3, 50, device=device)
     logits[0, 7], logits[1] = NAN, -INF
     seed = torch.tensor([3], device=device)
-    drawn = on(megasoftmax.sample, device)(logits, 4, seed=seed)
+    drawn = sample_on(device)(logits, 4, seed=seed)
     assert drawn[:2].tolist() == [7, 0]
     mask = torch.ones(3, 50, dtype=torch.bool, device=device)
     mask[:, 9] = False
-    assert on(megasoftmax.sample, device)(logits[2:], 4, mask=mask[2:], seed=seed).tolist() == [9]
+    assert sample_on(device)(logits[2:], 4, mask=mask[2:], seed=seed).tolist() == [9]
 
 
 def test_greedy_rows_beside_others(device):
     logits = normal(64, 300, device=device)
     top_k = torch.tensor([1, 40], device=device).repeat(32)
-    drawn = on(megasoftmax.sample, device)(logits, 40, top_k=top_k)
+    drawn = sample_on(device)(logits, 40, top_k=top_k)
     assert torch.equal(drawn[::2], logits[::2].argmax(-1))
     assert not torch.equal(drawn, logits.argmax(-1))
 
@@ -371,14 +359,14 @@ def test_examples_of_vmap_draw_what_they_would_alone(names, through, device, cap
 def test_sample_has_no_gradient_and_other_seeds_draw_others(device):
     logits = normal(200, 30, device=device).requires_grad_()
     torch.manual_seed(0)
-    first, second = (on(megasoftmax.sample, device)(logits, 30) for _ in range(2))
+    first, second = (sample_on(device)(logits, 30) for _ in range(2))
     assert not first.requires_grad
     assert not torch.equal(first, second)
 
 
 def test_sample_compiled(device):
     logits, seed = normal(5, 300, device=device), torch.tensor([3], device=device)
-    sample = on(megasoftmax.sample, device)
+    sample = sample_on(device)
 
     def call(logits, seed):
         return sample(logits, 20, top_p=0.9, seed=seed)

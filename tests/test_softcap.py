@@ -21,6 +21,7 @@ from inputs import (
     bits_equal,
     coin,
     deterministic,
+    fused_on,
     gpu_with_all_kernels,
     normal,
     on_all_kernels,
@@ -45,10 +46,6 @@ from megasoftmax.explain.topk import explain_topk
 INF, NAN = math.inf, math.nan
 # Most scores lie within the first. Many reach the second, where tanh is made in another way.
 SOFTCAPS = [50.0, 1.5]
-
-
-def fused_on(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    return lambda *tensors, **given: function(*tensors, **given, fused=device != "cpu" or None)
 
 
 def _ends(most: int, shape: tuple[int, ...], device: str) -> Tensor:

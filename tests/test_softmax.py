@@ -7,7 +7,7 @@ import itertools
 import oracle
 import pytest
 import torch
-from inputs import DTYPES, DTYPES_OF_KERNELS, HALVES, bits_equal, coin, normal
+from inputs import DTYPES, DTYPES_OF_KERNELS, HALVES, bits_equal, coin, fused_on, normal
 
 import megasoftmax
 from megasoftmax.explain import explain
@@ -17,10 +17,7 @@ SHAPE = (2, 3, 5, 37)
 INF, NAN = torch.inf, torch.nan
 
 gpu = pytest.mark.gpu
-
-
-def softmax_on(device):
-    return functools.partial(megasoftmax.softmax, fused=True if device == "cuda" else None)
+softmax_on = functools.partial(fused_on, megasoftmax.softmax)
 
 
 def check(scores, **arguments):

@@ -9,7 +9,16 @@ import oracle
 import oracle_topk
 import pytest
 import torch
-from inputs import DTYPES, DTYPES_OF_KERNELS, PLAIN_TOPK, acted_capability, bits_equal, coin, normal
+from inputs import (
+    DTYPES,
+    DTYPES_OF_KERNELS,
+    PLAIN_TOPK,
+    acted_capability,
+    bits_equal,
+    coin,
+    fused_on,
+    normal,
+)
 from sanitize_cases import table_of
 
 import megasoftmax
@@ -25,10 +34,7 @@ K_EDGES = [1, 2, 8, 16, 32, 33, 64, MAX_K - 1, MAX_K]
 gpu = pytest.mark.gpu
 topk_forward = torch.ops.megasoftmax.softmax_topk_forward.default
 topk_backward = torch.ops.megasoftmax.softmax_topk_backward.default
-
-
-def topk_on(device):
-    return functools.partial(megasoftmax.softmax_topk, fused=True if device == "cuda" else None)
+topk_on = functools.partial(fused_on, megasoftmax.softmax_topk)
 
 
 def check(logits, k, **arguments):
