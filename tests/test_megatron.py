@@ -1161,26 +1161,40 @@ def routing(logits, *arguments, **options):
     return probabilities, routing_map, gradient
 
 
+def both_routings(monkeypatch, *arguments, calls=1, **options):
+    """Ours, by that many calls of softmax_topk, and Megatron's."""
+    recorded = record_calls(monkeypatch, "softmax_topk")
+    expected = routing(*arguments, **options)
+    assert not recorded
+    with apply_megasoftmax_to_megatron():
+        actual = routing(*arguments, **options)
+    assert len(recorded) == calls
+    return actual, expected
+
+
+def distinct_logits(device, dtype):
+    """No equals, in bfloat16 neither: which of them is chosen is open."""
+    torch.manual_seed(0)
+    return torch.stack([torch.randperm(8) for _ in range(33)]).to(device, dtype) / 4
+
+
+def tolerance_of(dtype):
+    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (2e-2, 1e-2)
+    return {"rtol": rtol, "atol": atol}
+
+
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scaling", [None, 2.5])
 @pytest.mark.parametrize("pre_softmax", [False, True])
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_routing(k, pre_softmax, scaling, dtype, in_order, device, monkeypatch):
-    torch.manual_seed(0)
-    # No equals, in bfloat16 neither: which of them is chosen is open.
-    logits = torch.stack([torch.randperm(8) for _ in range(33)]).to(device, dtype) / 4
     options = {"use_pre_softmax": pre_softmax, "scaling_factor": scaling}
-    calls = record_calls(monkeypatch, "softmax_topk")
     with deterministic(in_order):
-        expected = routing(logits, k, **options)
-        assert not calls
-        with apply_megasoftmax_to_megatron():
-            actual = routing(logits, k, **options)
-    assert len(calls) == 1
+        logits = distinct_logits(device, dtype)
+        actual, expected = both_routings(monkeypatch, logits, k, **options)
     assert torch.equal(actual[1], expected[1])
-    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (2e-2, 1e-2)
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(actual, expected, **tolerance_of(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -1188,23 +1202,16 @@ def test_routing(k, pre_softmax, scaling, dtype, in_order, device, monkeypatch):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_routing_by_sigmoids(k, has_bias, scaling, dtype, device, monkeypatch):
-    torch.manual_seed(0)
-    logits = torch.stack([torch.randperm(8) for _ in range(33)]).to(device, dtype) / 4
     options = {"score_function": "sigmoid", "scaling_factor": scaling}
     if has_bias:
         options["expert_bias"] = torch.linspace(0, 1, 8, device=device)
-    calls = record_calls(monkeypatch, "softmax_topk")
-    expected = routing(logits, k, **options)
-    assert not calls
-    with apply_megasoftmax_to_megatron():
-        actual = routing(logits, k, **options)
-    assert len(calls) == 1
+    logits = distinct_logits(device, dtype)
+    actual, expected = both_routings(monkeypatch, logits, k, **options)
     # Megatron rounds sigmoids of bfloat16 before it chooses by them.
     same = (actual[1] == expected[1]).all(-1)
     assert same.float().mean() > (0.8 if dtype == torch.bfloat16 else 0.99)
-    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (2e-2, 1e-2)
     for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours[same], theirs[same], rtol=rtol, atol=atol)
+        torch.testing.assert_close(ours[same], theirs[same], **tolerance_of(dtype))
 
 
 @pytest.mark.parametrize(
@@ -1221,11 +1228,7 @@ def test_routing_by_sigmoids(k, has_bias, scaling, dtype, device, monkeypatch):
 def test_other_routing_is_megatrons(options, monkeypatch):
     torch.manual_seed(0)
     logits = torch.randn(33, 8, dtype=options.pop("dtype", torch.float32))
-    calls = record_calls(monkeypatch, "softmax_topk")
-    expected = routing(logits, 2, **options)
-    with apply_megasoftmax_to_megatron():
-        actual = routing(logits, 2, **options)
-    assert not calls
+    actual, expected = both_routings(monkeypatch, logits, 2, calls=0, **options)
     for ours, theirs in zip(actual, expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -1298,11 +1301,8 @@ def test_extension_modules(name, dtype, device):
         strided = gradient.transpose(0, 1).contiguous().transpose(0, 1)
         again = sys.modules[name].backward(strided, actual.detach(), torch.tensor(0.25))
     (wanted,) = torch.autograd.grad(expected, scores, gradient.double())
-    tolerance = (
-        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
-    )
-    torch.testing.assert_close(actual.double(), expected, **tolerance)
-    torch.testing.assert_close(scores.grad, wanted, **tolerance)
+    torch.testing.assert_close(actual.double(), expected, **tolerance_of(dtype))
+    torch.testing.assert_close(scores.grad, wanted, **tolerance_of(dtype))
     torch.testing.assert_close(again, scores.grad)
     assert torch.equal(gradient, before)
     assert torch.equal(strided, before)
