@@ -505,9 +505,6 @@ def nothing_left(tokens):
     return mask
 
 
-OF_TOKENS = ("query", "key", "value")
-
-
 IN_PIECES = "zigzag, heads in pieces, statistics of all keys"
 
 
@@ -542,7 +539,7 @@ def run_ring(given, group, case, rank, device):
         return tensor.narrow(dim, each * start, each * length).to(device, copy=True)
 
     for name, tensor in given.items():
-        if name in (*OF_TOKENS, "mask", "bias") and tensor.shape[-2] != 1:
+        if name in (*QKV, "mask", "bias") and tensor.shape[-2] != 1:
             given[name] = part(tensor, -2)
         elif name in ("first", "end") and tensor.shape[-1] != 1:
             given[name] = part(tensor, -1)
@@ -557,7 +554,7 @@ def run_ring(given, group, case, rank, device):
         given["bias"] = RelativeBias(given.pop("table"))
     if "end" in given:
         given["visible"] = given.pop("first", None), given.pop("end")
-    tensors = [given.pop(name) for name in OF_TOKENS]
+    tensors = [given.pop(name) for name in QKV]
     if group is None:
         given.pop("fused", None)
     elif device != "cpu":
@@ -584,7 +581,7 @@ def joined(name, order, parts, wanted):
     join = torch.cat if order == "contiguous" else megasoftmax.zigzag_cat
     if name == "lse":
         return join(parts, 2)
-    if name in ("output", *OF_TOKENS) or (name == "bias" and wanted.shape[-2] != 1):
+    if name in ("output", *QKV) or (name == "bias" and wanted.shape[-2] != 1):
         return join(parts, -2)
     return sum(parts[1:], parts[0])
 
@@ -900,9 +897,7 @@ def test_compiled_dtensors(ranks, name):
 def check_ring(case, ranks, device):
     name, order, lengths = case
     tokens = sum(lengths)
-    made = RINGS[name](tokens)
-    dtype = cast(made, dtype_on(device, True))["query"].dtype
-    whole = cast(made, dtype_on(device, True))
+    whole = cast(RINGS[name](tokens), dtype_on(device, True))
     doubled = {
         key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in whole.items()
@@ -912,7 +907,7 @@ def check_ring(case, ranks, device):
     assert found[0].keys() == wanted.keys()
     for what, value in wanted.items():
         actual = joined(what, order, [each[what] for each in found], value)
-        check(f"{name}: {what}", actual, value, dtype)
+        check(f"{name}: {what}", actual, value, whole["query"].dtype)
 
 
 @pytest.mark.parametrize(
@@ -1395,29 +1390,19 @@ def with_ops(monkeypatch, device):
         yield
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint(device, with_ops, use_reentrant):
-    wanted = gradients_of_layer(device, lambda function, *tensors: function(*tensors))
-    with _Counted() as ops:
-        found = gradients_of_layer(device, partial(checkpoint, use_reentrant=use_reentrant))
-    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
-    assert {name: ops.calls[name] for name in OPS} == dict.fromkeys(OPS, 2)
-
-
-@pytest.mark.parametrize("kept", [OPS, OPS[:1], OPS[1:]])
-def test_selective_checkpoint(device, with_ops, kept):
+@pytest.mark.parametrize(
+    ("use_reentrant", "kept"),
+    [(True, ()), (False, ()), *((False, kept) for kept in (OPS, OPS[:1], OPS[1:]))],
+)
+def test_checkpoint(device, with_ops, use_reentrant, kept):
     """What is kept is not computed again."""
     wanted = gradients_of_layer(device, lambda function, *tensors: function(*tensors))
-    listed = [getattr(torch.ops.megasoftmax, name).default for name in kept]
+    options = {"use_reentrant": use_reentrant}
+    if kept:
+        listed = [getattr(torch.ops.megasoftmax, name).default for name in kept]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, listed)
     with _Counted() as ops:
-        found = gradients_of_layer(
-            device,
-            partial(
-                checkpoint,
-                use_reentrant=False,
-                context_fn=partial(create_selective_checkpoint_contexts, listed),
-            ),
-        )
+        found = gradients_of_layer(device, partial(checkpoint, **options))
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
     assert {name: ops.calls[name] for name in OPS} == {n: 1 if n in kept else 2 for n in OPS}
 
