@@ -166,7 +166,6 @@ def through_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
     Attention in float32 as well.
     """
-    torch.manual_seed(0)
     torch.compiler.reset()
     if request.param == "fused":
         compiled_part = dispatch._compiled_part

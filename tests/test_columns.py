@@ -57,7 +57,6 @@ class Path:
 @pytest.fixture(params=["reference", "operators", pytest.param("cuda", marks=gpu)])
 def path(request, monkeypatch):
     """In plain torch, through the CPU implementations of the ops, and in the kernels."""
-    torch.manual_seed(0)
     torch.compiler.reset()
     if request.param == "operators":
         for name in ("_device", "_compiled_part"):

@@ -330,7 +330,6 @@ def test_a_static_cache_of_transformers(exported, run):
 
 def test_attention_function_of_a_kernel():
     """Masks of SDPA, a bias, packed sequences, a static cache, dropout, and what it refuses."""
-    torch.manual_seed(0)
     module = torch.nn.Module()
     module.is_causal = True
     query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))

@@ -106,7 +106,6 @@ def test_opcheck_of_attention_in_blocks(case, device):
 def test_merge_of_attention(value_dim, dtype, is_exact, device):
     """Of every second query, which sees both parts of the keys, one of them or none."""
     draw = partial(torch.randn, device=device, dtype=torch.float64)
-    torch.manual_seed(0)
     query, key, value = 40 * draw(2, 3, 9, 8), draw(2, 3, 12, 8), draw(2, 3, 12, value_dim)
     mask = torch.zeros(9, 12, dtype=torch.bool, device=device)
     mask[0] = mask[2, :7] = mask[4, 7:] = True
@@ -142,7 +141,6 @@ def test_merge_of_attention(value_dim, dtype, is_exact, device):
 @pytest.mark.parametrize("softcap", [{}, {"softcap": 0.5}, {"softcap": 0.5, "dropout": 0.0}])
 @pytest.mark.parametrize("has_all", [False, True])
 def test_opcheck_of_dropout_backward(has_all, softcap, device):
-    torch.manual_seed(0)
     arguments = dropout_backward_arguments(Draw(device), has_all, **softcap)
     torch.library.opcheck(softmax_dropout_backward, arguments)
 
@@ -223,7 +221,6 @@ def with_derivatives(family, op, given):
     ],
 )
 def test_derivatives_of_the_ops(name, direction, case):
-    torch.manual_seed(0)
     family, draw = FAMILIES[name], Draw(dtype=torch.float64)
     if direction == "forward":
         options = {"dims": (3, 2)} if name == "attention" else {}
@@ -240,7 +237,6 @@ def test_derivatives_of_the_ops(name, direction, case):
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_third_derivatives_of_topk(renormalize):
-    torch.manual_seed(0)
     options = {"shape": (2, 5), "bias": (2, 1), "mask": (5,), "renormalize": renormalize}
     given = FAMILIES["topk"].arguments(Draw(dtype=torch.float64), **options)
     inputs = op_checks.in_need(given)
@@ -266,7 +262,6 @@ def test_ops_agree_between_cpu_and_gpu(name, case):
     if (name, case) in (("softmax", "dropout"), ("topk", "k 0")):
         pytest.skip("no kernels drop in this op, and none select nothing")
     assert library.load().available
-    torch.manual_seed(0)
     family = FAMILIES[name]
     is_attention = name == "attention"
     draw = Draw(dtype=torch.bfloat16 if is_attention else torch.float32)
@@ -322,7 +317,6 @@ def test_fused_path_calls_the_ops(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_in_float64(name):
     """The fused path takes no float64. Its op is checked above."""
-    torch.manual_seed(0)
     family, draw = FAMILIES[name], Draw(dtype=torch.float64)
     *inputs, mask = family.draw(draw, 2, 3, 4) if name == "attention" else family.draw(draw)
     if mask.dtype != torch.bool:
@@ -569,7 +563,6 @@ def test_compile(name, through_ops, device, dynamic):
 def test_attention_is_compiled_in_blocks(monkeypatch):
     """On a CPU: what is compiled knows no device, and torch 2.11 takes minutes for it."""
     monkeypatch.setattr(reference.attention, "BLOCK", 40)
-    torch.manual_seed(0)
     torch.compiler.reset()
     function = partial(FAMILIES["attention"].call, fused=False)
     inputs = FAMILIES["attention"].draw(Draw())

@@ -21,9 +21,6 @@ from megasoftmax.integrations import flash_attn, sharing
 from megasoftmax.integrations.names import NAMES
 from megasoftmax.integrations.transformers import attention_forward, register
 
-on_gpu = pytest.param("cuda", marks=pytest.mark.gpu)
-devices = pytest.mark.parametrize("device", ["cpu", on_gpu])
-
 
 @pytest.fixture(autouse=True)
 def registered():
@@ -70,7 +67,6 @@ REFILLS = {
 }
 
 
-@devices
 @pytest.mark.parametrize("refill", REFILLS)
 @pytest.mark.parametrize("implementation", NAMES)
 def test_a_refilled_mask_is_seen(implementation, refill, device):
@@ -112,7 +108,6 @@ def test_replays_see_what_a_tile_mask_holds():
     torch.testing.assert_close(output, wanted, rtol=0, atol=0)
 
 
-@devices
 @pytest.mark.parametrize("kind", ["bool", "float", "position bias"])
 def test_inference_mode_before_training(kind, device):
     if kind == "position bias":
@@ -142,7 +137,6 @@ def test_inference_mode_before_training(kind, device):
     torch.testing.assert_close(sharing.in_a_pass(evaluate_then_train), wanted)
 
 
-@devices
 def test_a_mask_that_was_used_is_saved_as_it_was(device):
     mask, _, ids = masks_and_ids(device)
     attributes = dict(vars(mask))
@@ -205,7 +199,6 @@ def test_layers_computed_again_after_the_pass_save_as_many_tensors():
     assert type(within) is type(sharing.with_tiles(mask, torch.logical_not)) is TileMask
 
 
-@devices
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("family", ["llama", "falcon"])
 def test_checkpoints_with_a_mask_of_the_user(family, use_reentrant, device):
@@ -249,7 +242,6 @@ TRACES = {
 }
 
 
-@devices
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("kind", TRACES)
@@ -265,7 +257,6 @@ def test_trace_after_a_pass(implementation, kind, grad, device):
         torch.testing.assert_close(traced(ids, other), wanted, rtol=1e-4, atol=1e-4)
 
 
-@devices
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("implementation", NAMES)
@@ -321,7 +312,6 @@ CALLS = {
 }
 
 
-@devices
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("kind", TRACES)
 @pytest.mark.parametrize("call", CALLS)
@@ -331,7 +321,6 @@ def test_traces_of_functions(call, kind, device):
     torch.testing.assert_close(traced(k, v, q), CALLS[call](k, v, q), rtol=1e-4, atol=1e-4)
 
 
-@devices
 def test_export_after_a_pass(device):
     mask, other, ids = masks_and_ids(device)
     model = Model(NAMES[0], device)
