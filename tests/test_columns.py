@@ -1,10 +1,12 @@
 """softmax over a dimension that is not the last, against the oracle; the ops of columns."""
 
+import functools
+
 import op_checks
 import oracle
 import pytest
 import torch
-from inputs import DTYPES, DTYPES_OF_KERNELS
+from inputs import DTYPES, DTYPES_OF_KERNELS, normal
 
 import megasoftmax
 from megasoftmax import dispatch, why_not_fused
@@ -19,13 +21,10 @@ class Path:
 
     def __init__(self, device, fused):
         self.device, self.fused = device, fused
+        self.normal = functools.partial(normal, device=device)
 
     def softmax(self, scores, **arguments):
         return megasoftmax.softmax(scores, **({"fused": self.fused} | arguments))
-
-    def normal(self, *shape, dtype=torch.float32, seed=0):
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=self.device).to(dtype)
 
     def coin(self, *shape, seed=1):
         return self.normal(*shape, seed=seed) < -0.5

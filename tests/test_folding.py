@@ -48,6 +48,13 @@ def pairs(*batch: int) -> tuple[Tensor, Tensor]:
     return x, keep
 
 
+def check_patched(layer, call, *inputs):
+    """Patched, the layer gives what it gave before."""
+    wanted = results(layer, call, *inputs)
+    with patch_model(layer):
+        assert_same(results(layer, call, *inputs), wanted)
+
+
 # install() of the two functions that they call.
 
 IN_TORCH = {"triangle_attention": "torch"}
@@ -201,9 +208,7 @@ def test_patched_pair_bias(kind, multiplicity, keys):
         def call(s: Tensor, z: Tensor, k_in: Tensor, mask: Tensor = mask) -> Tensor:
             return layer(s, z, mask, k_in, multiplicity)
 
-        wanted = results(layer, call, s, z, k_in)
-        with patch_model(layer):
-            assert_same(results(layer, call, s, z, k_in), wanted)
+        check_patched(layer, call, s, z, k_in)
 
 
 def test_boltz_pairformer():
@@ -263,12 +268,7 @@ def test_openfold_pair_bias(name, samples):
     keep[..., 0] = 1
     further = (a,) if name.startswith("Diffusion") else ()
 
-    def call(a: Tensor, z: Tensor) -> Tensor:
-        return layer(a, z, *further, mask=keep)
-
-    wanted = results(layer, call, a, z)
-    with patch_model(layer):
-        assert_same(results(layer, call, a, z), wanted)
+    check_patched(layer, lambda a, z: layer(a, z, *further, mask=keep), a, z)
 
 
 def test_openfold_windows():
@@ -282,12 +282,7 @@ def test_openfold_windows():
     a, s = (normal(2, 10, WIDTH, device="cpu", seed=i) for i in (1, 2))
     z = normal(2, 3, 4, 8, WIDTH, device="cpu", seed=3)
 
-    def call(a: Tensor, z: Tensor) -> Tensor:
-        return layer(a, z, s)
-
-    wanted = results(layer, call, a, z)
-    with patch_model(layer):
-        assert_same(results(layer, call, a, z), wanted)
+    check_patched(layer, lambda a, z: layer(a, z, s), a, z)
 
 
 def test_openfold_in_high_precision():
