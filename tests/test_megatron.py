@@ -1227,8 +1227,7 @@ def test_routing_by_sigmoids(k, has_bias, scaling, dtype, device, monkeypatch):
 def test_other_routing_is_megatrons(options, monkeypatch):
     logits = torch.randn(33, 8, dtype=options.pop("dtype", torch.float32))
     actual, expected = both_routings(monkeypatch, logits, 2, calls=0, **options)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    op_checks.assert_all_equal(actual, expected)
 
 
 def test_errors_of_routing_are_megatrons():

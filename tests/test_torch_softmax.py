@@ -200,8 +200,7 @@ def test_gradient_of_the_largest(shape, dtype, of_gradient):
         again = torch.autograd.grad(values, leaf, gradient)
         assert bits_equal(d_logits[0].nan_to_num(), again[0].nan_to_num())
         found.append((values, indices, *d_logits))
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, equal_nan=True)
+    torch.testing.assert_close(*found, equal_nan=True)
 
 
 def test_largest_of_16_bits_take_the_reference():
