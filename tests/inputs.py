@@ -249,6 +249,14 @@ def deterministic(wanted: bool = True, warn_only: bool = False) -> Iterator[None
         torch.use_deterministic_algorithms(before)
 
 
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """A block of which the list has what autograd keeps for the backward pass."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        yield kept
+
+
 def dtypes_on(device: str) -> list[torch.dtype]:
     return [torch.float32, *HALVES] if device == "cuda" else [torch.float32, torch.bfloat16]
 

@@ -25,7 +25,7 @@ import processes
 import pytest
 import torch
 import torch.distributed
-from inputs import coin, deterministic, drawn, normal, record_calls
+from inputs import coin, deterministic, drawn, normal, record_calls, saved_tensors
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -623,16 +623,10 @@ def work(order, device, group):
 
 def kept_for_backward(device, group):
     """Numbers, where each rank has 4 of the tokens of a sequence."""
-    kept = []
-
-    def count(tensor):
-        kept.append(tensor.numel())
-        return tensor
-
     tensors = [double(1, 1, 4, 8, seed=i).to(device).requires_grad_() for i in range(3)]
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with saved_tensors() as kept:
         megasoftmax.ring_attention(*tensors, group=group)
-    return sum(kept)
+    return sum(each.numel() for each in kept)
 
 
 def compiled_ring(group):

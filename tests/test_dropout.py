@@ -10,7 +10,7 @@ import oracle
 import processes
 import pytest
 import torch
-from inputs import coin, deterministic, drawn, gpu_with_all_kernels, normal
+from inputs import coin, deterministic, drawn, gpu_with_all_kernels, normal, saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
@@ -515,8 +515,7 @@ def test_another_mask_in_the_backward_pass_is_noticed(check, monkeypatch):
 
 def test_no_mask_is_kept(device):
     scores = normal(2, 3, 40, 70, device=device).requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         softmax(scores, dropout=0.3)
     of_all = [each for each in kept if each.numel() >= scores.numel()]
     assert [each.data_ptr() for each in of_all] == [scores.data_ptr()]

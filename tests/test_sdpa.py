@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from inputs import bits_equal, coin, normal, tensors
+from inputs import bits_equal, coin, normal, saved_tensors, tensors
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -340,16 +340,11 @@ def test_learned_table_keeps_no_pairs(by_sdpa):
     q, k, v = (each.requires_grad_() for each in tensors("cpu", heads=(2, 2), lengths=(70, 70)))
     table = normal(2, 139, device="cpu", seed=4).requires_grad_()
     mask = coin(2, 1, 1, 70, device="cpu")
-    kept = []
-
-    def keep(tensor):
-        kept.append(tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors() as kept:
         output = megasoftmax.attention(q, k, v, bias=RelativeBias(table), mask=mask)
     assert by_sdpa == [True]
-    assert max(kept) == output.untyped_storage().nbytes() < 4 * 2 * 2 * 70 * 70
+    most = max(each.untyped_storage().nbytes() for each in kept)
+    assert most == output.untyped_storage().nbytes() < 4 * 2 * 2 * 70 * 70
     output.sum().backward()
     assert table.grad.isfinite().all()
 
@@ -400,8 +395,7 @@ def test_weights_beside_a_learned_bias_are_kept_up_to_a_limit(most, monkeypatch)
     monkeypatch.setattr(torch_sdpa, "MAX_KEPT", most)
     q, k, v = tensors("cpu")
     bias = normal(4, 5, 13, device="cpu", seed=4).requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+    with saved_tensors() as kept:
         megasoftmax.attention(q, k, v, bias=bias)
     assert ((2, 4, 5, 13) in [each.shape for each in kept]) == (most == 2 * 4 * 5 * 13)
 
