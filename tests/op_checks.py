@@ -146,6 +146,20 @@ def check_gradients_per_example(loss, inputs, dims, assert_close=torch.testing.a
         assert_all_close([each[i] for each in found], expected, assert_close)
 
 
+# Export
+
+
+class Called(torch.nn.Module):
+    """A module of a function, for torch.export."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
 # Training
 
 

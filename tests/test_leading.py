@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import op_checks
 import oracle_attention
 import pytest
 import torch
@@ -48,10 +49,6 @@ def type_on(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float64
 
 
-def lengths_on(device: str) -> tuple[int, int]:
-    return (130, 197) if device == "cuda" else (5, 7)
-
-
 @pytest.mark.parametrize(
     ("leading", "sizes"),
     [(leading, sizes) for leading in LEADING for sizes in all_sizes(leading)],
@@ -59,7 +56,7 @@ def lengths_on(device: str) -> tuple[int, int]:
 )
 def test_broadcasting(leading: tuple[int, ...], sizes: tuple[int, ...], device: str) -> None:
     """Each operand of each shape, with every gradient."""
-    dtype, (m, n) = type_on(device), lengths_on(device)
+    dtype, (m, n) = type_on(device), (130, 197) if device == "cuda" else (5, 7)
     given = tensors(leading, (m, n), device, dtype)
     function = attention_on(device, dtype)
     check = functools.partial(oracle_attention.check, function, *given)
@@ -307,14 +304,10 @@ def test_vmap_compile_and_export() -> None:
     torch.testing.assert_close(of_images(*images, masks[1].expand(2, -1, 1, 1, -1))[1], each[1])
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(query, key, value, bias), expected)
-
-    class Module(torch.nn.Module):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-            return call(query, key, value, bias)
-
     batch = torch.export.Dim("batch", min=2, max=99)
     given = (query, key, value, bias)
-    program = torch.export.export(Module(), given, dynamic_shapes=[{0: batch}] * 4)
+    sizes = (({0: batch},) * 4,)
+    program = torch.export.export(op_checks.Called(call), given, dynamic_shapes=sizes)
     four = [torch.cat([each, each]) for each in given]
     torch.testing.assert_close(program.module()(*four), torch.cat([expected, expected]))
 

@@ -576,21 +576,12 @@ def test_compiled_once_for_all_lengths(name, through_ops, device):
     op_checks.check_compiled_once(function, draw, assert_close_on(device, name))
 
 
-class Called(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(name, through_ops, device, strict):
     family = FAMILIES[name]
     inputs = tuple(each.detach() for each in family.draw(draw_on(device, name), 5))
-    module = Called(partial(family.call, fused=through_ops))
+    module = op_checks.Called(partial(family.call, fused=through_ops))
     batch = torch.export.Dim("batch", min=4, max=64)
     has_batch = [each.dim() > 2 and each.shape[0] == 5 for each in inputs]
     sizes = (tuple({0: batch} if each else None for each in has_batch),)
