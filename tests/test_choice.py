@@ -25,10 +25,6 @@ scored = pytest.mark.parametrize(("score", "has_bias"), SCORES)
 topk_on = functools.partial(fused_on, megasoftmax.softmax_topk)
 
 
-def scores_of(z, score):
-    return z.sigmoid() if score == "sigmoid" else z.softmax(-1)
-
-
 def check(function, logits, k, *, score, selection_bias=None, scale=1.0, renormalize=False, **rest):
     """Indices, probabilities and gradient beside the definition in float64."""
     leaf = logits.detach().requires_grad_()
@@ -45,7 +41,7 @@ def check(function, logits, k, *, score, selection_bias=None, scale=1.0, renorma
     z = wide * torch.tensor(scale).double()
     if rest.get("mask") is not None:
         z = z.masked_fill(rest["mask"].cpu(), -INF)
-    s = scores_of(z, score)
+    s = z.sigmoid() if score == "sigmoid" else z.softmax(-1)
     rank = z if score == "sigmoid" else s
     if selection_bias is not None:
         rank = (s + selection_bias.cpu().double()).masked_fill(z == -INF, -INF)

@@ -14,17 +14,15 @@ from megasoftmax import dispatch
 SHAPE = (2, 3, 4, 6)
 
 
-def plain_softmax(scores):
-    return (megasoftmax.softmax(scores, scale=0.3),)
-
-
-def softmax_with_one_sink(scores, sink):
-    return (megasoftmax.softmax(scores, sink=sink),)
-
-
 CASES = {name: (family.call, family.draw) for name, family in FAMILIES.items()} | {
-    "plain softmax": (plain_softmax, lambda draw: [draw.floats(SHAPE)]),
-    "one sink": (softmax_with_one_sink, lambda draw: [draw.floats(SHAPE), draw.floats((1,))]),
+    "plain softmax": (
+        lambda scores: (megasoftmax.softmax(scores, scale=0.3),),
+        lambda draw: [draw.floats(SHAPE)],
+    ),
+    "one sink": (
+        lambda scores, sink: (megasoftmax.softmax(scores, sink=sink),),
+        lambda draw: [draw.floats(SHAPE), draw.floats((1,))],
+    ),
 }
 
 

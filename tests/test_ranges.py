@@ -86,17 +86,13 @@ def padded(b, h, m, n):
     return ranges.padding(torch.stack([torch.arange(n) >= n // 3, torch.arange(n) <= n // 2])[:b])
 
 
-def block_causal(b, h, m, n):
-    """Steps of 64 tokens, as in block-wise decoding."""
-    return None, (torch.arange(m) // 64 + 1) * 64
-
-
 KINDS = {
     "random": random,
     "narrow": narrow,
     "packed": packed,
     "padded": padded,
-    "block-causal": block_causal,
+    # Steps of 64 tokens, as in block-wise decoding.
+    "block-causal": lambda b, h, m, n: (None, (torch.arange(m) // 64 + 1) * 64),
     "first alone": lambda b, h, m, n: (random(b, 1, m, n)[0], None),
     "one end": lambda b, h, m, n: (None, torch.tensor(n // 2)),
     "int32 of heads": lambda b, h, m, n: tuple(

@@ -56,17 +56,13 @@ def test_family_passes(family, dtype, device, monkeypatch):
     assert report.passed, report.failures[0]
     assert {check.quantity for check in report.checks} == {*EQUAL_WEIGHTS, "loss", "parameters"}
     gradients = [check for check in report.checks if check.quantity == "gradient"]
-    parameters = run_model_parameters(family)
+    model = regression_models.model_builder(family)("eager")
+    parameters = {name for name, _ in model.named_parameters()}
     assert {check.parameter for check in gradients} == parameters
     assert len(gradients) == 3 * len(parameters)
     epsilon = regression_training.PRECISIONS[dtype].epsilon
     assert 0.01 * epsilon < report.worst("gradient").baseline < 200 * epsilon  # it does round
     assert bool(report.kernels) == (device == "cuda")
-
-
-def run_model_parameters(family):
-    model = regression_models.model_builder(family)("eager")
-    return {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize("candidate", ["sdpa", "megasoftmax_softmax", regression_models.UNFUSED])
