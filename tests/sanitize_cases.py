@@ -99,6 +99,7 @@ def cases():
         *product(topk_backward, has_kernels, **topk, vectors=TOPK_BACKWARD_VECTORS),
         *product(attention, is_attention, **of_attention),
         *product(attention_in_turns, takes_turns, dtype=DTYPES, dim=own_dims, bias=BIASES_IN_TURNS),
+        *product(attention_row_workers, **halves, dim=(64, 128)),
         *product(attention_small, **halves, dim=(32, 64)),
         *product(attention_heads, **halves, has_bias=(False, True)),
         *product(attention_shared_bias, **halves),
@@ -802,6 +803,18 @@ def attention_in_turns(given, dtype, dim, bias):
             options = {"softcap": softcap, "tf32": allows_tf32} | way
             options |= {"bias": table, "relative": bias == "relative", "deterministic": True}
             attend(query, key, value, output_gradient, **options)
+
+
+def attention_row_workers(given, dtype, dim):
+    """So many heads, and keys for them, that Hopper's backward has row workers."""
+    batches, heads = given.many(140, 2)
+    for queries, way in itertools.product((33, 70), ({}, {"window_left": 700, "window_right": -1})):
+        query, key, value, output_gradient = given.states(
+            batches, (heads, heads), (queries, 777), (dim, dim), dtype, "exact"
+        )
+        mask = given.mask(batches, 1, 1, 777)
+        for masked in (None, mask):
+            attend(query, key, value, output_gradient, mask=masked, deterministic=False, **way)
 
 
 def attention_small(given, dtype, dim):

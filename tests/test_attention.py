@@ -1211,6 +1211,61 @@ def test_windows_without_a_right_end(lengths: tuple[int, int], dim: int) -> None
     check(q, k, v, window=(100, -1))
 
 
+# Calls whose backward pass has row workers: a shape, and other arguments.
+WITH_ROW_WORKERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all": ({"batch": 10, "heads": 4, "lengths": (801, 777), "dims": 64}, {}),
+    "grouped": ({"batch": 16, "heads": (8, 4), "lengths": 640, "dims": 128}, {"causal": True}),
+    "window": ({"batch": 5, "heads": 4, "lengths": 2000, "dims": 128}, {"window": (500, 20)}),
+    "softcap": ({"batch": 30, "heads": 4, "lengths": (450, 400), "dims": 128}, {"softcap": 5.0}),
+    "narrow values": ({"batch": 12, "heads": 6, "lengths": (513, 600), "dims": (80, 72)}, {}),
+    "narrow heads": ({"batch": 8, "heads": 4, "lengths": 1119, "dims": (40, 24)}, {"sink": 0.5}),
+}
+
+
+@gpu_with_all_kernels
+@pytest.mark.parametrize("name", WITH_ROW_WORKERS)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_row_workers(name: str, in_order: bool, kernels: str) -> None:
+    """Gradients of keys and values have the bits of a call of two batches, without row workers."""
+    shape, options = WITH_ROW_WORKERS[name]
+    q, k, v = tensors("cuda", torch.bfloat16, **shape)
+    batch, heads, queries, head_dim = q.shape
+    key_heads, keys = k.shape[1:3]
+    call = {name: options[name] for name in options.keys() & {"causal", "window"}}
+    for size in (batch, 2):
+        sizes = {"keys": keys, "key_heads": key_heads, "value_dim": v.shape[3]}
+        found = explain_attention(
+            size, heads, queries, head_dim, **sizes, **call, softcap="softcap" in options,
+            backward=True, deterministic=in_order,
+        )  # fmt: skip
+        assert ("row work of other heads" in found.why) == (size == batch)
+    mask, of_heads = (coin(batch, n, 1, keys, device="cuda") for n in (1, heads))
+    mask[batch // 2] = of_heads[batch // 2] = True
+    calls = {"": options, "mask": options | {"mask": mask}, "heads": options | {"mask": of_heads}}
+    if not options:
+        calls["bias of queries"] = {"bias": normal(batch, heads, queries, 1, device="cuda")}
+    few, everything = slice(batch - 2, batch), (q, k, v)
+    leaves = [each.requires_grad_() for each in everything]
+    of_few = [each.detach()[few].requires_grad_() for each in everything]
+    g = normal(batch, heads, queries, v.shape[3], device="cuda", dtype=q.dtype, seed=5)
+    for what, given in calls.items():
+        with deterministic(in_order):
+            check(q, k, v, **given, what=what)
+            output = attention_on("cuda", q.dtype)(*leaves, **given)
+            if in_order:
+                assert_same_gradients(output, leaves, 3, what)
+                continue
+            given_few = {n: x[few] if torch.is_tensor(x) else x for n, x in given.items()}
+            output_of_few = attention_on("cuda", q.dtype)(*of_few, **given_few)
+            expected = torch.autograd.grad(output_of_few, of_few, g[few])
+            for _ in range(3):
+                found = torch.autograd.grad(output, leaves, g, retain_graph=True)
+                torch.testing.assert_close(found[0][few], expected[0], **closeness(q.dtype))
+                if kernels == "own" and what != "heads":
+                    assert bits_equal(found[1][few], expected[1]), what
+                    assert bits_equal(found[2][few], expected[2]), what
+
+
 @gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("batch", [2, 4, 8])

@@ -78,6 +78,32 @@ def test_blocks_take_several_small_heads(
         assert not explain_attention(**usual | other, bias=True, **options).several_heads
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "has_workers"),
+    [
+        ((4, 16, 4096, 128), {}, True),
+        ((4, 16, 4096, 64), {"causal": True}, True),
+        ((1, 32, 8192, 128), {"key_heads": 8, "causal": True}, True),
+        ((4, 16, 4096, 128), {"window": (1000, 0), "softcap": True}, True),
+        ((16, 12, 1024, 64), {"causal": True}, False),  # products would end first
+        ((1, 10, 4096, 128), {}, True),
+        ((1, 9, 4096, 128), {}, False),  # too few heads
+        ((40, 16, 4096, 128), {"keys": 384}, True),
+        ((40, 16, 4096, 128), {"keys": 256}, False),  # too few keys
+        ((4, 16, 4096, 192), {}, False),
+        ((4, 16, 4096, 64), {"bias": True}, False),
+        ((4, 16, 4096, 64), {"masked": True}, False),
+        ((4, 16, 4096, 64), {"major": 8}, False),
+    ],
+    ids=str,
+)
+def test_row_workers(
+    shape: tuple[int, int, int, int], options: dict[str, Any], has_workers: bool
+) -> None:
+    found = explain_attention(*shape, **options, backward=True)
+    assert ("row work of other heads" in found.why) == has_workers
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_tiles_of_attention_on_hopper_are_those_of_the_table(head_dim: int) -> None:
     padded = -(-head_dim // 8) * 8

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "launches.cuh"
 #include "parts.cuh"
+#include "rows_of_backward.cuh"
 #include "sm80/bias_gradient_in_order.cuh"
 #include "sm80/query_gradient.cuh"
 
@@ -65,8 +66,8 @@ template <class T>
 cudaError_t launch_rows(const BackwardLaunch& launch, cudaStream_t stream) {
   const AttentionBackwardParams& params = launch.params;
   const auto launch_with = [&]<int kLanes>() {
-    return launch_flat(attention_rows_kernel<T, kLanes>, params.rows() * kLanes, kThreadsOfRows,
-                       stream, params);
+    return launch_flat(attention_rows_kernel<T, kLanes>, params.rows_of_launches() * kLanes,
+                       kThreadsOfRows, stream, params);
   };
   if (params.value_dim <= 32) return launch_with.template operator()<4>();
   if (params.value_dim <= 64) return launch_with.template operator()<8>();
@@ -80,8 +81,8 @@ cudaError_t launch_rows(const BackwardLaunch& launch, cudaStream_t stream) {
 template <class T>
 cudaError_t launch_query_gradient(const BackwardLaunch& launch, cudaStream_t stream) {
   const AttentionBackwardParams& params = launch.params;
-  return launch_flat(attention_query_gradient_kernel<T>, params.rows() * params.head_dim / 8, 256,
-                     stream, params);
+  return launch_flat(attention_query_gradient_kernel<T>,
+                     params.rows_of_launches() * params.head_dim / 8, 256, stream, params);
 }
 
 }  // namespace megasoftmax

@@ -38,7 +38,8 @@ void add_plan(const NamedIntegers& call, Add&& add) {
   params.query.type = call["is_float"] != 0 ? DType::kFloat32 : DType::kFloat16;
   params.key = contiguous(params.key_heads, params.keys, params.head_dim);
   params.value = contiguous(params.key_heads, params.keys, params.value_dim);
-  params.output_gradient = contiguous(params.heads, params.queries, params.value_dim);
+  params.output = params.output_gradient =
+      contiguous(params.heads, params.queries, params.value_dim);
   alignas(16) float given = 0;  // something that is there; its content plays no part
   params.batches_per_bias = Divider(params.batches);
   if (call["has_bias"] == 0) params.heads_per_bias = Divider(params.heads);
@@ -104,6 +105,7 @@ void add_plan(const NamedIntegers& call, Add&& add) {
     add("takes_turns", plan.query_gradient == QueryGradient::kInTurns ? 1 : 0);
     add("first_keys_first", plan.order_of_turns == OrderOfTurns::kFirstKeysFirst ? 1 : 0);
     add("queries_in_order", plan.query_gradient == QueryGradient::kInOrder ? 1 : 0);
+    add("has_row_workers", plan.sections_apart != 0 ? 1 : 0);
     add("bias_in_order", plan.bias_gradient == BiasGradient::kInOrder ? 1 : 0);
     add("splits", 1);
     add("slices", plan.slices);

@@ -112,6 +112,9 @@ BackwardLaunch plan_attention_backward(const AttentionBackwardParams& params,
   launch.params.stages = launch.plan.stages;
   launch.params.query_gradient_kind = launch.plan.query_gradient;
   launch.params.query_sums = launch.plan.query_sums;
+  launch.params.order = launch.plan.order;
+  launch.params.sections_apart = launch.plan.sections_apart;
+  launch.params.pieces_of_head = Divider(divide_up(params.queries, kRowsOfWorkerPiece));
   launch.params.bias_gradient_kind = launch.plan.bias_gradient;
   launch.params.bias_parts = launch.plan.in_order.parts;
   return launch;

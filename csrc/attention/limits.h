@@ -132,6 +132,10 @@ inline constexpr int64_t kMostQuerySumBytes = 16 << 20;
 // Up to this many blocks of keys also have sums of their own in deterministic mode, whatever their
 // bytes, if they can write them and need no zeros. In any mode a single block does.
 inline constexpr int kMostWrittenKeyTiles = 2;
+// Hopper's backward has row workers (sm90/backward/row_worker.cuh) if a row sees so many keys times
+// columns. With fewer, products end before they do.
+inline constexpr int kRowsOfWorkerPiece = 32;
+inline constexpr int64_t kFewestWorkOfRow = 48 << 10;
 // If lengths are not known, enough heads lie side by side that each has about this many blocks at a
 // time.
 inline constexpr int64_t kBlocksOfHead = 8;

@@ -246,6 +246,13 @@ struct AttentionBackwardParams : AttentionParams {
   int query_sums = 1;
   float* query_gradient_sum = nullptr;
   uint32_t* turns = nullptr;
+  // Row workers of section s of `order` make rows of section s + sections_apart, and round dQ of
+  // section s - sections_apart, in pieces of kRowsOfWorkerPiece rows: sm90/backward/row_worker.cuh.
+  // Launches for rows take the first sections_apart sections, and for dQ the last. 0: there are no
+  // row workers. `section_counts`: workspace, two numbers of each section.
+  int sections_apart = 0;
+  Divider pieces_of_head;
+  uint32_t* section_counts = nullptr;
   // Workspace of a kernel that takes whole heads: sums of some of their keys, float32.
   float* query_gradient_parts = nullptr;
   Strided query_gradient, key_gradient, value_gradient;
@@ -268,6 +275,22 @@ struct AttentionBackwardParams : AttentionParams {
   // Where a batch of the sums of a tile of keys lies: a map has one dimension for both.
   __device__ int batch_of_sums(int batch, int key_tile) const {
     return query_sums == 1 ? batch : key_tile * static_cast<int>(batches) + batch;
+  }
+  // Of `order`, in Hopper's backward.
+  __host__ __device__ int sections() const {
+    return static_cast<int>(batches * key_heads / order.section.divisor);
+  }
+  __host__ __device__ int64_t rows_of_launches() const {
+    return sections_apart == 0
+               ? rows()
+               : sections_apart * order.section.divisor * heads_per_key_head.divisor * queries;
+  }
+  // The head and batch of query head `number` of a section.
+  __device__ void place_of_head(int section, int number, int& head, int& batch) const {
+    int item, member, key_head;
+    heads_per_key_head.split(number, item, member);
+    order.batches.split(section * static_cast<int>(order.section.divisor) + item, key_head, batch);
+    head = key_head * static_cast<int>(heads_per_key_head.divisor) + member;
   }
   // Of tiles of 32 queries or more two for each: two blocks, or parts of one, may add to different
   // columns. Of tiles of 64 queries four: four warps may add 16 rows each.

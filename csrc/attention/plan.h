@@ -101,6 +101,8 @@ struct BackwardPlan : AttentionPlan {
   QueryGradient query_gradient = QueryGradient::kAdded;
   OrderOfTurns order_of_turns = OrderOfTurns::kLastKeysFirst;  // of kInTurns
   int query_sums = 1;                                          // see AttentionBackwardParams
+  TileOrder order;                                             // of Hopper's tiles
+  int sections_apart = 0;                                      // see AttentionBackwardParams
   BiasGradient bias_gradient = BiasGradient::kNone;
   BiasGradientPlan in_order;  // of BiasGradient::kInOrder, and parts of small heads
   // Kernels write zeros to the gradient of the bias where no tile is.
@@ -108,7 +110,7 @@ struct BackwardPlan : AttentionPlan {
   bool has_pairs = false;        // the kernel reads PairOfRows
   int64_t query_part_bytes = 0;  // see AttentionBackwardParams::query_gradient_parts
   int64_t sums_at = 0, rows_at = 0, turns_at = 0, parts_at = 0, diagonals_at = 0;
-  int64_t query_parts_at = 0, pairs_at = 0;
+  int64_t query_parts_at = 0, pairs_at = 0, section_counts_at = 0;
 
   bool sums_queries() const {
     return query_gradient != QueryGradient::kInOrder && query_gradient != QueryGradient::kWhole;
@@ -121,6 +123,8 @@ struct BackwardPlan : AttentionPlan {
     Workspace workspace;
     if (sums_queries()) sums_at = workspace.add(query_sums * params.query_sum_bytes());
     if (kernel == BackwardKernel::kHeads) query_parts_at = workspace.add(query_part_bytes);
+    if (sections_apart != 0)
+      section_counts_at = workspace.add(2 * sizeof(uint32_t) * params.batches * params.key_heads);
     if (has_pairs)
       pairs_at = workspace.add(params.batches * params.heads * params.pairs_of_head() *
                                sizeof(PairOfRows));
@@ -139,6 +143,8 @@ struct BackwardPlan : AttentionPlan {
     if (sums_queries()) params.query_gradient_sum = reinterpret_cast<float*>(workspace + sums_at);
     if (kernel == BackwardKernel::kHeads)
       params.query_gradient_parts = reinterpret_cast<float*>(workspace + query_parts_at);
+    if (sections_apart != 0)
+      params.section_counts = reinterpret_cast<uint32_t*>(workspace + section_counts_at);
     if (has_pairs) params.pairs_of_rows = reinterpret_cast<PairOfRows*>(workspace + pairs_at);
     if (query_gradient == QueryGradient::kInTurns)
       params.turns = reinterpret_cast<uint32_t*>(workspace + turns_at);

@@ -272,6 +272,11 @@ __device__ inline void start_copy(uint32_t shared, const void* global) {
 __device__ inline void start_copy(void* shared, const void* global) {
   start_copy(shared_address(shared), global);
 }
+// Starts a 4-byte copy, as start_copy; none before compute capability 8.0.
+__device__ inline void start_copy_of_word(uint32_t shared, const void* global) {
+  if (kIsAmpere)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
 // Copies the first `bytes` of 16 bytes. The others become 0.
 __device__ inline void start_copy_of(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),

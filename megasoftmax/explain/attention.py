@@ -285,6 +285,8 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
     reasons += [f"tiles for head dimensions up to {held}"]
     if call.is_backward:
         reasons += _order(plan)
+        if plan.has_row_workers:
+            reasons += ["blocks do row work of other heads beside their products"]
     if call.is_of_keys and plan.is_hopper:
         reasons += ["kernels for a bias of keys add it"]
     if call.is_shifted and not plan.copies_bias:

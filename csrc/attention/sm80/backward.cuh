@@ -9,89 +9,11 @@
 // A block owns a tile of keys and values, and takes one tile of queries after the other, of all
 // heads that share the keys. dQ is summed in float32 in global memory, over blocks in any order.
 
-#include "../../common/reduce.cuh"
-#include "../online_softmax.cuh"
 #include "../turns.cuh"
 #include "backward_tile.cuh"
 #include "bias_gradient.cuh"
 
 namespace megasoftmax {
-
-inline constexpr int kThreadsOfRows = 256;
-
-// Row by row, some lanes each: what all blocks of the backward need, gradients of the options of
-// the logits, and the zeros that blocks add dQ to, where they do.
-template <class T, int kLanes>
-__global__ void __launch_bounds__(kThreadsOfRows)
-    attention_rows_kernel(const __grid_constant__ AttentionBackwardParams params) {
-  if (!kIsAmpere) return;
-  constexpr int kRows = kThreadsOfRows / kLanes;
-  const int64_t begin = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
-  // Lanes beyond the last row take part in the sums of a warp.
-  const int64_t row = min(begin, params.rows() - 1);
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int64_t of_head = row / params.queries;
-  const int query = static_cast<int>(row - of_head * params.queries);
-  const int head = static_cast<int>(of_head % params.heads);
-  const int64_t batch = of_head / params.heads;
-  const auto row_of = [&](const Strided& tensor) {
-    return tensor.row<const T>(batch, head, query);
-  };
-  // Loaded here, so that they arrive with what follows.
-  const float largest = params.statistics[row], log_sum = params.statistics[params.rows() + row];
-  float delta = 0.f;
-  if (lane * 8 < params.value_dim) {
-    const auto output = load_pack<T, 8, true>(row_of(params.output) + lane * 8);
-    const auto gradient = load_pack<T, 8, true>(row_of(params.output_gradient) + lane * 8);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) delta = fmaf(output[i], gradient[i], delta);
-  }
-  delta = warp_sum<kLanes>(delta);
-  if (begin != row) return;
-  if (params.query_gradient_sum != nullptr &&
-      params.query_gradient_kind != QueryGradient::kWritten) {
-    for (int i = 0; i < params.query_sums; ++i) {
-      float* const sums = params.query_gradient_sum + (i * params.rows() + row) * params.head_dim;
-      for (int column = lane * 4; column < params.head_dim; column += kLanes * 4)
-        *reinterpret_cast<float4*>(sums + column) = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-  }
-  if (params.pairs_of_rows != nullptr && query == params.queries - 1) {  // weights beyond it are 0
-    PairOfRows* const pairs = params.pairs_of_rows + params.pair_index(batch, head, 0);
-    for (int i = query / 2 + 1 + lane; i < params.pairs_of_head(); i += kLanes)
-      pairs[i] = {{INFINITY, INFINITY}, {0.f, 0.f}};
-  }
-  if (lane != 0) return;
-  const RowEnds ends(params, batch, head);
-  const float max = largest - ends.bias_of(query);
-  if (params.lse_gradient != nullptr) delta -= params.lse_gradient[row];
-  const bool is_empty = log_sum == -INFINITY;
-  const float log2_sum = log_sum * kLog2E;
-  const float offset = is_empty ? INFINITY : fmaf(max, kLog2E, log2_sum);
-  const bool takes_offset = is_empty || params.softcap.is_given() || fabsf(offset) <= kMostOffset;
-  const bool is_offset = takes_offset && params.pairs_of_rows != nullptr;
-  // One store of 16 bytes, so that memory gets whole sectors.
-  static_assert(sizeof(RowOfBackward) == sizeof(float4));
-  reinterpret_cast<float4*>(params.rows_of_backward)[row] =
-      make_float4(is_offset ? 0.f : max, is_offset || is_empty ? offset : log2_sum, delta, 0.f);
-  if (params.pairs_of_rows != nullptr) {
-    PairOfRows& pair = params.pairs_of_rows[params.pair_index(batch, head, query)];
-    pair.offsets[query % 2] = takes_offset ? offset : NAN;
-    pair.deltas[query % 2] = delta;
-    if (query == params.queries - 1 && query % 2 == 0) {
-      pair.offsets[1] = INFINITY;
-      pair.deltas[1] = 0.f;
-    }
-  }
-  const float beside_keys = ends.store_gradient(params, row, delta);
-  // All logits of a row together have the gradient of the log-sum-exp; NaN where delta is not
-  // finite.
-  if (params.bias_gradient_kind == BiasGradient::kQueries) {
-    const float of_lse = params.lse_gradient == nullptr ? 0.f : params.lse_gradient[row];
-    static_cast<float*>(params.bias_gradient)[row] =
-        is_empty ? 0.f : of_lse - beside_keys + 0.f * delta;
-  }
-}
 
 // Adds dQ of a tile of queries from the block's keys to the sums, or writes it if the block has all
 // keys. Each warp makes some rows and columns.

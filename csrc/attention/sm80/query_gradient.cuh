@@ -1,7 +1,6 @@
 #pragma once
-// dQ = scale * dS K: from the sums of backward.cuh, or, in the same order each time, by a kernel of
-// its own. In that a block owns a tile of queries and takes one tile of keys after the other. It
-// computes scores again.
+// dQ = scale * dS K, in the same order each time. A block owns a tile of queries and takes one tile
+// of keys after the other. It computes scores again.
 
 #include "backward.cuh"
 
@@ -121,30 +120,6 @@ __global__ void __launch_bounds__(kInOrderThreads) attention_query_gradient_in_o
   store_rows<T, QueryTile>(shared_memory, warp_row, query_gradient[0], {params.scale, params.scale},
                            tensor.row<T>(batch, head, first_query), tensor.query_stride,
                            params.queries - first_query, params.head_dim);
-}
-
-// dQ from its sums, 8 columns per thread. Those of several tiles of keys are added in order.
-template <class T>
-__global__ void __launch_bounds__(256)
-    attention_query_gradient_kernel(const __grid_constant__ AttentionBackwardParams params) {
-  if (!kIsAmpere) return;
-  const int vectors = params.head_dim / 8;
-  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (i >= params.rows() * vectors) return;
-  const int64_t row = i / vectors, of_head = row / params.queries;
-  const int column = static_cast<int>(i - row * vectors) * 8;
-  const int query = static_cast<int>(row - of_head * params.queries);
-  const float* sums = params.query_gradient_sum + row * params.head_dim + column;
-  float values[8] = {};
-  for (int part = 0; part < params.query_sums; ++part, sums += params.rows() * params.head_dim) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] += sums[j];
-  }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) values[j] *= params.scale;
-  T* const out =
-      params.query_gradient.row<T>(of_head / params.heads, of_head % params.heads, query);
-  *reinterpret_cast<Pack<T, 8>*>(out + column) = Pack<T, 8>::round(values);
 }
 
 }  // namespace megasoftmax

@@ -19,7 +19,7 @@
 // gradients of scores along diagonals while the next tile runs.
 //
 // Two of them may add dQ to the sums in global memory, and wait for turns, where they have nothing
-// else to do.
+// else to do. The last one may be a row worker, see row_worker.cuh.
 //
 // With dropout and 128 queries in a tile, a warpgroup makes the dropout bits of the next tile while
 // the products for dQ and dK run.

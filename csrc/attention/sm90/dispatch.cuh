@@ -28,26 +28,22 @@ bool is_compiled(Kernel* kernel) {
   return false;
 }
 
-// Launches so many blocks for the tiles of all heads and batches. Those that follow each other are
-// in clusters of `cluster`, unless that is 1. `of_turns`: see heads_of_section.
-template <class Params, class Maps>
-cudaError_t launch_with_maps(void (*kernel)(Params, Maps), int64_t tiles, int64_t heads,
-                             int64_t of_turns, int64_t blocks, int cluster, int threads,
-                             int shared_bytes, cudaStream_t stream, Params params,
-                             const Maps& maps) {
+// Launches so many blocks of a forward kernel for the tiles of all heads and batches.
+template <class Maps>
+cudaError_t launch_with_maps(void (*kernel)(AttentionForwardParams, Maps), int64_t tiles,
+                             int64_t heads, int64_t blocks, int threads, int shared_bytes,
+                             cudaStream_t stream, AttentionForwardParams params, const Maps& maps) {
   const int64_t items = tiles * heads * params.batches;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   // Blocks that know their tiles from the start get tiles of all lengths, also without sections.
   const Device& device = current_device();
-  bool is_known = !lengths_may_differ(params);
-  if constexpr (requires { params.tile_counter; }) is_known &= params.tile_counter == nullptr;
+  const bool is_known = !lengths_may_differ(params) && params.tile_counter == nullptr;
   params.order = TileOrder(tiles, params.batches,
                            heads_of_section(params, heads, params.batches, bytes_of_head(params),
-                                            blocks < items && is_known ? 0 : device.cache_bytes,
-                                            of_turns, device.multiprocessors));
+                                            blocks < items && is_known ? 0 : device.cache_bytes, 1,
+                                            device.multiprocessors));
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                shared_bytes, cluster == 1 ? Together::kNot : Together::kInClusters, cluster,
-                stream, params, maps);
+                shared_bytes, Together::kNot, 1, stream, params, maps);
 }
 
 // Maps of queries and gradients of outputs, and of keys and values.
@@ -113,9 +109,8 @@ cudaError_t launch_forward_with(const ForwardLaunch& launch, cudaStream_t stream
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_rows_anywhere(
             maps.bias, params.bias, params.bias_batches(), params.bias_heads(), params.queries,
             params.keys, 64, Memory::kKeys));
-      return launch_with_maps(kernel, plan.splits.count * plan.row_tiles, plan.heads, 1,
-                              plan.blocks, 1, Memory::kThreads, Memory::kBytes, stream, params,
-                              maps);
+      return launch_with_maps(kernel, plan.splits.count * plan.row_tiles, plan.heads, plan.blocks,
+                              Memory::kThreads, Memory::kBytes, stream, params, maps);
     }
   });
 }
@@ -287,6 +282,13 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
           make_map_of_keys(maps.key, params, params.key, params.head_dim, Memory::kKeys));
       MEGASOFTMAX_RETURN_IF_ERROR(
           make_map_of_keys(maps.value, params, params.value, params.value_dim, Memory::kKeys));
+      if (params.sections_apart != 0) {
+        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(maps.output_piece, params, params.output,
+                                                        params.value_dim, kRowsOfWorkerPiece));
+        MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_queries(maps.output_gradient_piece, params,
+                                                        params.output_gradient, params.value_dim,
+                                                        kRowsOfWorkerPiece));
+      }
       if constexpr (kBias == HopperBias::kTile)
         MEGASOFTMAX_RETURN_IF_ERROR(
             make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
@@ -304,11 +306,14 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
         }
       }
       const auto launch_kernel = [&]<HopperMask kMask, bool kHasTurns>() {
-        return launch_with_maps(hopper_backward_kernel<T, kBias, kMask, kIndex, kHasTurns>(),
-                                divide_up(params.keys, Memory::kKeys), params.key_heads,
-                                heads_of_turns(params, Memory::kQueries, current_device()),
-                                plan.blocks, cluster, Memory::kThreads, Memory::kBytes, stream,
-                                params, maps);
+        constexpr bool kMayHaveRowWorker =
+            !kIsWide && is_unbiased(kBias) && kMask != HopperMask::kAny;
+        if (plan.blocks > INT32_MAX || (params.sections_apart != 0 && !kMayHaveRowWorker))
+          return cudaErrorInvalidValue;
+        return megasoftmax::launch(
+            hopper_backward_kernel<T, kBias, kMask, kIndex, kHasTurns>(),
+            dim3(static_cast<unsigned>(plan.blocks)), dim3(Memory::kThreads), Memory::kBytes,
+            cluster == 1 ? Together::kNot : Together::kInClusters, cluster, stream, params, maps);
       };
       const HopperMask mask = hopper_mask(params);
       const auto launch_with_mask = [&]<HopperMask kMask>() {

@@ -506,11 +506,53 @@ struct Sm90 {
     plan.clears_bias_gradient =
         plan.bias_gradient != BiasGradient::kShared && plan.bias_gradient != BiasGradient::kKeys;
     plan.reads_bias_in_place = reads_in_place(params, hopper_bias(params, tile));
+    set_order(plan, params, device);
     plan.finish(params);
     return plan;
   }
 
  private:
+  // The order of blocks, and whether they have row workers. Then a section has about as many blocks
+  // as run at a time, or one head, and as many lie between a section and the one whose rows it
+  // makes. So waits are short.
+  static void set_order(BackwardPlan& plan, AttentionBackwardParams params, const Device& device) {
+    const AttentionHopperBackwardTile& tile = kAttentionHopperBackwardTiles[plan.tile];
+    const bool takes_turns = plan.query_gradient == QueryGradient::kInTurns;
+    if (takes_turns) params.order_of_turns = plan.order_of_turns;
+    const int64_t tiles = divide_up<int64_t>(params.keys, tile.keys());
+    const int64_t heads = params.batches * params.key_heads, room = device.multiprocessors;
+    const int64_t of_turns = heads_of_turns(params, tile.queries, device);
+    int64_t section =
+        heads_of_section(params, params.key_heads, params.batches, bytes_of_head(params),
+                         device.cache_bytes, of_turns, device.multiprocessors);
+    if (can_have_row_workers(plan, params, tile)) {
+      const bool is_even = params.window_left < 0 && params.window_right < 0;
+      const int64_t most = takes_turns ? of_turns : is_even ? 1 : heads;
+      int64_t few = std::clamp<int64_t>(room / tiles, 1, std::min(most, heads));
+      while (heads % few != 0) --few;
+      const int64_t apart = 1 + std::max<int64_t>((room - 1) / (tiles * few), 1);
+      if (2 * apart <= heads / few) {
+        section = few;
+        plan.sections_apart = static_cast<int>(apart);
+      }
+    }
+    plan.order = TileOrder(tiles, params.batches, section);
+  }
+  // Whether a warp of a block has nothing else to do, and its products take long enough.
+  static bool can_have_row_workers(const BackwardPlan& plan, const AttentionBackwardParams& params,
+                                   const AttentionHopperBackwardTile& tile) {
+    const auto keys_of_row = [&] {  // that it sees, in whole tiles
+      return count_visible_tiles(params, tile.queries, tile.keys()) * tile.queries * tile.keys() /
+             params.queries;
+    };
+    return !tile.is_wide() && is_unbiased(hopper_bias(params)) &&
+           hopper_mask(params) != HopperMask::kAny &&
+           (plan.query_gradient == QueryGradient::kAdded ||
+            plan.query_gradient == QueryGradient::kInTurns) &&
+           takes_tensor_copies(params.output, params.batches, params.heads, params.queries) &&
+           keys_of_row() * tile.head_dim >= kFewestWorkOfRow;
+  }
+
   static ForwardPlan plan_heads(ForwardPlan plan) {
     const AttentionHopperHeadsForwardTile& tile = kAttentionHopperHeadsForwardTiles[plan.tile];
     plan.kernel = ForwardKernel::kHeads;

@@ -5,6 +5,7 @@
 
 #include "../../turns.cuh"
 #include "block.cuh"
+#include "row_worker.cuh"
 #include "tile_steps.cuh"
 
 namespace megasoftmax {
@@ -21,7 +22,7 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::add_query_gradients(
     for (int step = 0;; ++step) {
       memory.sums_are_there(warpgroup).wait(step & 1);
       const auto [head, query] = Memory::tile_of_sums(shared_memory, warpgroup);
-      if (head < 0) return;
+      if (head < 0) break;
       uint32_t* turn = nullptr;
       if (!kWrites && params.turns != nullptr) {
         turn = turn_of<kQueries>(params, block.batch, head, query, warpgroup);
@@ -41,6 +42,10 @@ HopperBackward<T, kBias, kMask, kHasTurns, kIndex>::add_query_gradients(
   };
   params.query_gradient_kind == QueryGradient::kWritten ? take_all.template operator()<true>()
                                                         : take_all.template operator()<false>();
+  if (!kMayHaveRowWorker || params.sections_apart == 0) return;
+  wait_for_stores();
+  publish_writes_to_others();
+  pass_turn(count_of(params, section_of_block(params), SectionCount::kSums));
 }
 
 }  // namespace megasoftmax

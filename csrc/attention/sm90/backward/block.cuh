@@ -34,13 +34,16 @@ struct HopperBackward {
   static constexpr bool kHasTable = kBias == HopperBias::kTable;
   static constexpr int kDim = Memory::kDim, kKeys = Memory::kKeys, kQueries = Memory::kQueries;
   static constexpr int kStages = Memory::kStages, kWarpgroups = Memory::kWarpgroups;
+  // Whether the last warp of the copying warpgroup may be a row worker.
+  static constexpr bool kMayHaveRowWorker = Memory::kHasRowWorker && kIsUnmasked;
+  static_assert(!kMayHaveRowWorker || (kMayHaveAddingWarps && kWarpgroups == 2));
   static constexpr bool kMayAlternate = may_alternate(kBias, kMask);
   static_assert(!kMayAlternate || !kHasTurns);  // the adding warps alone take turns
   using Block = BlockOfKeys<QueryTiles<kKeys, kQueries, kIsUnmasked, false, kMayAlternate>>;
 
   // All work of a warp: of the copying warpgroup in copy.cuh, add_query_gradients.cuh,
-  // dense_bias_gradient.cuh and place_rows.cuh, of the others in products.cuh. Arguments are no
-  // members: with members in their place, ptxas spills more.
+  // dense_bias_gradient.cuh, place_rows.cuh and row_worker.cuh, of the others in products.cuh.
+  // Arguments are no members: with members in their place, ptxas spills more.
   __device__ static void copy(const AttentionBackwardParams& params, const BackwardTensorMaps& maps,
                               const Memory& memory, const BiasGradientSums<kBias>& bias_sums,
                               const Block& block);

@@ -2,7 +2,8 @@
 // The copying warpgroup of Hopper's backward. One warp copies to shared memory: keys and values of
 // the block, then queries, gradients of outputs and a dense bias of one tile after the other.
 //
-// Two other warps may add dQ to the sums in global memory, see add_query_gradients.cuh.
+// Two other warps may add dQ to the sums in global memory, see add_query_gradients.cuh. The last
+// one may be a row worker, see row_worker.cuh.
 //
 // With a relative bias another warp fills in its entries for a tile, and all four warps sum
 // gradients of scores along diagonals, while the next tile runs.
@@ -14,6 +15,7 @@
 #include "dense_bias_gradient.cuh"
 #include "diagonal_sums.cuh"
 #include "place_rows.cuh"
+#include "row_worker.cuh"
 #include "tile_steps.cuh"
 
 namespace megasoftmax {
@@ -65,6 +67,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
                                   batch);
     start_copy_of_panels<kValuePanels>(memory.gradients(stage), maps.output_gradient, there,
                                        kQueries, query, head, batch);
+    if (kMayHaveRowWorker && step == 0 && params.sections_apart != 0)
+      wait_for_rows(params, section_of_block(params));
     start_copy_of_bytes(memory.pairs(stage),
                         params.pairs_of_rows + params.pair_index(batch, head, query),
                         Memory::kPairsBytes, there);
@@ -122,6 +126,8 @@ __device__ __forceinline__ void HopperBackward<T, kBias, kMask, kHasTurns, kInde
     if constexpr (Memory::kIsRows) place_rows_anywhere(params, memory, block);
     if (has_adding_warps(bias_sums) && threadIdx.x / 32 - 1 < kWarpgroups) {
       add_query_gradients(params, maps, memory, block);
+    } else if constexpr (kMayHaveRowWorker) {
+      if (params.sections_apart != 0) RowWorker<T, Memory>{params, maps, memory}.run();
     } else if constexpr (kHasTile) {
       make_dense_bias_gradient(params, memory, bias_sums, block);
     }

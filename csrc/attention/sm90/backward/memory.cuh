@@ -16,6 +16,7 @@ namespace megasoftmax {
 // 32 columns. The bias and its dense gradient have boxes of the queries of a tile and 64 keys.
 struct BackwardTensorMaps {
   CUtensorMap query, key, value, output_gradient, query_gradient_sum, bias, bias_gradient;
+  CUtensorMap output_piece, output_gradient_piece;  // kRowsOfWorkerPiece rows, for row_worker.cuh
 };
 
 // How warps beside the products sum the gradient of a bias: they add to it by atomics, sum it with
@@ -125,12 +126,22 @@ struct HopperBackwardMemory {
                                      ? kDiagonalSumsAt + DiagonalSums::kBytes
                                  : is_dense(kBias) ? kSentAt + kSentBytes
                                                    : kDiagonalsAt;
+  static constexpr int kBitsEnd = kBitsAt + (kExchangesBits ? kWarpgroups * KeptBits::kBytes : 0);
+  // Kernels with a row worker have no masks, ranges and bits of dropout. In their place are two
+  // pieces of its rows, and two statistics of each of these rows.
+  static constexpr bool kHasRowWorker = is_unbiased(kBias);
+  static constexpr int kWorkerPieceBytes =
+      kRowsOfWorkerPiece * std::max(4 * kDim, 2 * 128 * kValuePanels);
+  static constexpr int kWorkerPiecesAt = round_up(kMaskedAt, 1024);
+  static constexpr int kWorkerStatisticsAt = kWorkerPiecesAt + 2 * kWorkerPieceBytes;
   static constexpr int kBarriersAt =
-      kBitsAt + (kExchangesBits ? kWarpgroups * KeptBits::kBytes : 0);
+      kHasRowWorker ? std::max(kBitsEnd, kWorkerStatisticsAt + 2 * kRowsOfWorkerPiece * 8)
+                    : kBitsEnd;
   static constexpr int kScoreBarrier = 1 + 2 * kStages;
   static constexpr int kSentBarrier = kScoreBarrier + 7;
   static constexpr int kSumBarrier = kSentBarrier + 2 * kSentParts;
-  static constexpr int kTilesOfSumsAt = kBarriersAt + 8 * (kSumBarrier + 2 * kWarpgroups);
+  static constexpr int kWorkerBarrier = kSumBarrier + 2 * kWarpgroups;
+  static constexpr int kTilesOfSumsAt = kBarriersAt + 8 * (kWorkerBarrier + 2);
   static constexpr int kBytes = kTilesOfSumsAt + 8 * kWarpgroups;
   static_assert(kBytes <= least_shared_bytes(kHopperMajor, kHopperMajor));
   // Warps that sum the gradient of a bias.
@@ -209,6 +220,17 @@ struct HopperBackwardMemory {
     return barrier(kSumBarrier + kWarpgroups + warpgroup);
   }
 
+  __device__ uint32_t worker_piece(int piece) const {
+    return address + kWorkerPiecesAt + piece * kWorkerPieceBytes;
+  }
+  // The largest logits of a piece's rows, then the logarithms of their sums.
+  __device__ uint32_t worker_statistics(int piece) const {
+    return address + kWorkerStatisticsAt + piece * kRowsOfWorkerPiece * 8;
+  }
+  __device__ Barrier worker_piece_is_there(int piece) const {
+    return barrier(kWorkerBarrier + piece);
+  }
+
   // Called by one thread before others use the barriers.
   __device__ void init_barriers(const BiasGradientSums<kBias>& sums) const {
     keys_are_there().init(1);
@@ -233,6 +255,7 @@ struct HopperBackwardMemory {
       sums_are_there(warpgroup).init(4);  // a lane of each warp arrives
       sums_are_used(warpgroup).init(1);
     }
+    for (int piece = 0; piece < 2; ++piece) worker_piece_is_there(piece).init(1);
     publish_barriers();
   }
 };
