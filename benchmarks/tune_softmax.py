@@ -144,8 +144,7 @@ def candidates(case: Case, backward: bool, gpu: Gpu) -> list[Candidate]:
         causal=case.is_causal,
         masked=case.kind == "masked",
         backward=backward,
-        multiprocessors=gpu.multiprocessors,
-        max_cluster=gpu.max_cluster,
+        gpu=gpu,
     )
     vectors_per_segment = (
         LIMITS.constants["kWarpTilesPerSegment"] * LIMITS.constants["kWarpTileVectors"]
