@@ -505,6 +505,17 @@ def test_reference_computes_in_float64_throughout():
     assert all(model.dropout.p == 0 for model in built)
 
 
+def test_a_model_has_its_own_weights_again_after_an_error():
+    precision = regression_training.PRECISIONS["fp32"]
+    trainee = regression_training.Trainee(
+        "candidate", "x", torch.nn.Linear(2, 3), precision, "cpu", 1
+    )
+    own = {name: each.detach().clone() for name, each in trainee.parameters.items()}
+    with pytest.raises(RuntimeError), trainee.lent({n: each + 1 for n, each in own.items()}):
+        raise RuntimeError
+    assert all(torch.equal(each, own[name]) for name, each in trainee.parameters.items())
+
+
 def test_gradients_are_measured_against_what_is_around():
     sizes = {
         "blocks.0.query.weight": (3.0, 3.0),  # its layer's largest is its own

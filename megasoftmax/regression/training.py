@@ -188,9 +188,11 @@ class Trainee:
         """Have other weights until the block ends, and no gradients afterwards."""
         own = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self._set(weights)
-        yield
-        self._set(own)
-        self.optimizer.zero_grad()
+        try:
+            yield
+        finally:
+            self._set(own)
+            self.optimizer.zero_grad()
 
     @torch.no_grad()
     def _set(self, weights: Mapping[str, torch.Tensor]) -> None:
