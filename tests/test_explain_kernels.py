@@ -88,6 +88,8 @@ def test_blocks_take_several_small_heads(
         ((16, 12, 1024, 64), {"causal": True}, False),  # products would end first
         ((1, 10, 4096, 128), {}, True),
         ((1, 9, 4096, 128), {}, False),  # too few heads
+        ((1, 14, 8192, 128), {"causal": True}, True),
+        ((1, 13, 8192, 128), {"causal": True}, False),  # heads do not fall into sections
         ((40, 16, 4096, 128), {"keys": 384}, True),
         ((40, 16, 4096, 128), {"keys": 256}, False),  # too few keys
         ((4, 16, 4096, 192), {}, False),

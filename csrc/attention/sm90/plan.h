@@ -531,7 +531,9 @@ struct Sm90 {
       int64_t few = std::clamp<int64_t>(room / tiles, 1, std::min(most, heads));
       while (heads % few != 0) --few;
       const int64_t apart = 1 + std::max<int64_t>((room - 1) / (tiles * few), 1);
-      if (2 * apart <= heads / few) {
+      // Of tiles of different lengths, a section of few blocks would lose more than workers gain.
+      const bool are_enough = is_even || takes_turns || 2 * tiles * few > room;
+      if (are_enough && 2 * apart <= heads / few) {
         section = few;
         plan.sections_apart = static_cast<int>(apart);
       }
