@@ -89,7 +89,11 @@ def gpu_named(name: str) -> Gpu:
     if known is None:
         raise ValueError(f"gpu: expected one of {', '.join(GPU_NAMES)}, got {name!r}")
     limits = _limits(known.capability)
-    bandwidth, source = _bandwidth(known)
+    bandwidth = 1e12 * MEASURED_SHARE * known.terabytes
+    source = f"{MEASURED_SHARE:.0%} of its nominal {known.terabytes:g} TB/s"
+    if known.copied_terabytes is not None:
+        bandwidth = 1e12 * known.copied_terabytes
+        source = f"measured copy bandwidth of {_of(known.words)}"
     series = "GeForce RTX " if known.words.isdigit() else ""
     return Gpu(
         f"NVIDIA {series}{known.words}",
@@ -115,24 +119,20 @@ def current_gpu() -> Gpu:
         return H200
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     known = _find(properties.name)
+    found = H200 if known is None else gpu_named(known.words)
     kilohertz = getattr(properties, "memory_clock_rate", 0)
     bits = getattr(properties, "memory_bus_width", 0)
     nominal = 2 * 1e3 * kilohertz * bits / 8  # two transfers per clock
-    if nominal:
-        bandwidth, source = MEASURED_SHARE * nominal, f"{MEASURED_SHARE:.0%} of its nominal one"
-    elif known is not None:
-        bandwidth, source = _bandwidth(known)
-    else:
-        bandwidth, source = H200.bytes_per_second, H200.bandwidth_source
+    share = f"{MEASURED_SHARE:.0%} of its nominal one"
     return Gpu(
         properties.name,
         properties.major,
         properties.multi_processor_count,
         _limits((properties.major, properties.minor)).max_cluster,
         properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # by stubs
-        bandwidth,
-        source,
-        H200.flops_per_second if known is None else 1e12 * known.teraflops,
+        MEASURED_SHARE * nominal if nominal else found.bytes_per_second,
+        share if nominal else found.bandwidth_source,
+        found.flops_per_second,
         H200.flops_source if known is None else "its nominal rate",
         known is not None and known.is_measured,
     )
@@ -149,14 +149,6 @@ def _limits(capability: tuple[int, int]) -> GpuLimits:
     """Of the last compute capability of common/limits.h that is not later."""
     found = [gpu for gpu in kernel_limits().gpus if (gpu.major, gpu.minor) <= capability]
     return (found or kernel_limits().gpus)[-1]
-
-
-def _bandwidth(known: _Known) -> tuple[float, str]:
-    """Of a copy, in bytes a second, and where it is from."""
-    if known.copied_terabytes is not None:
-        return 1e12 * known.copied_terabytes, f"measured copy bandwidth of {_of(known.words)}"
-    share = f"{MEASURED_SHARE:.0%} of its nominal {known.terabytes:g} TB/s"
-    return 1e12 * MEASURED_SHARE * known.terabytes, share
 
 
 def device_of(
