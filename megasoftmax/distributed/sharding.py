@@ -133,16 +133,9 @@ def _beside(given: Any, rows: Any, dim: int, lacking: dict[str, int]) -> dict[st
     }
 
 
-def _softmax_backward(*args: Any) -> Iterator[_Split]:
-    return _of_softmax_gradients(reference.softmax.BackwardArguments(*args), "probabilities")
-
-
-def _softmax_dropout_backward(*args: Any) -> Iterator[_Split]:
-    return _of_softmax_gradients(reference.softmax.DropoutBackwardArguments(*args), "scores")
-
-
-def _of_softmax_gradients(given: Any, rows_name: str) -> Iterator[_Split]:
+def _softmax_backward(record: Any, rows_name: str, *args: Any) -> Iterator[_Split]:
     """Of both backward passes: what is named, gradients and log-sum-exp are split alike."""
+    given = record(*args)
     rows = getattr(given, rows_name)
     for dim in range(rows.ndim - 2):
         beside = _beside_rows(given, rows, dim)
@@ -284,10 +277,14 @@ def _parts(given: Any, dim: int) -> int | None:
     return count
 
 
-_SPLITS = {
+_SPLITS: dict[str, Callable[..., Iterator[_Split]]] = {
     "softmax_forward": _softmax_forward,
-    "softmax_backward": _softmax_backward,
-    "softmax_dropout_backward": _softmax_dropout_backward,
+    "softmax_backward": partial(
+        _softmax_backward, reference.softmax.BackwardArguments, "probabilities"
+    ),
+    "softmax_dropout_backward": partial(
+        _softmax_backward, reference.softmax.DropoutBackwardArguments, "scores"
+    ),
     "softmax_columns_forward": _columns_forward,
     "softmax_columns_backward": _columns_backward,
     "softmax_topk_forward": _topk_forward,
