@@ -51,9 +51,9 @@ def by_timing(rows: list[Row], fields: tuple[str, ...]) -> dict[tuple[str, ...],
     return {key: found.get("graph") or found["call"] for key, found in cases.items()}
 
 
-def by_attention(rows: list[Row], kind: str, direction: str) -> dict[str, Case]:
-    """attention.csv: {case: case} of one kind and pass, without what refuses the case."""
-    asked = {"kind": kind, "pass": direction, "note": ""}
+def by_attention(rows: list[Row], direction: str) -> dict[str, Case]:
+    """attention.csv: {case: case}, timed in one pass, without what refuses the case."""
+    asked = {"kind": "time", "pass": direction, "note": ""}
     return by_model(row for row in rows if asked.items() <= row.items())
 
 
@@ -68,7 +68,7 @@ def of_last_commit(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row["commit"] == last[row["device"]]]
 
 
-def fastest_peer(case: Case, figure: str = "microseconds") -> Row | None:
+def fastest_peer(case: Case, figure: str) -> Row | None:
     """The peer that takes the least time; None where there is no peer."""
     peers = [row for name, row in case.items() if name not in NOT_PEERS and row[figure]]
     return min(peers, key=lambda row: float(row[figure]), default=None)

@@ -226,11 +226,7 @@ def flex_with_sink(sink: Tensor, **options: Any) -> Attend:
 
 
 def flash_attention(
-    causal: bool,
-    window: int | None,
-    bias: Tensor | None = None,
-    is_table: bool = False,
-    last: int = 0,
+    causal: bool, window: int | None, bias: Tensor | None, is_table: bool, last: int
 ) -> Attend:
     """Of the package flash-attn-4, whose kernels are written in CuTe and compiled when called.
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
-from measured import OURS, ROOT, Case, Row, by, by_attention, by_case, by_model, by_timing, read
+from measured import OURS, Case, Row, by, by_attention, by_case, by_model, by_timing, read
 from tables import headline_cases, speedup
 
-DOCS = ROOT / "docs"
 # Legible on white and on black.
 BLUE, ORANGE, GREEN, PURPLE, GREY, RED = (
     *("#2f87cc", "#e08e45", "#3f9f48", "#9a6cc4", "#9a9a9a", "#d9534a"),
@@ -104,12 +103,6 @@ def picture(name: str, file: str, title: str = "", margins: tuple[float, ...] = 
         PICTURES[name] = svg
 
     return register
-
-
-def draw_all() -> None:
-    """Rewrites every picture."""
-    for name, svg in PICTURES.items():
-        (DOCS / name).write_text(svg())
 
 
 @picture("headline.svg", "")
@@ -212,14 +205,14 @@ def draw_attention(rows: list[Row]) -> plt.Figure:
     upper, lower = figure.subfigures(2, 1, height_ratios=[9.5, 4.5])
     axes = upper.subplots(1, 2)
     for axis, direction in zip(axes, ("forward", "forward+backward"), strict=True):
-        cases = by_attention(trained, "time", direction)
+        cases = by_attention(trained, direction)
         labels = {times(name): case for name, case in cases.items()}
         draw_marks(axis, labels, "tflops", direction, "TFLOP/s")
     upper.suptitle(f"Attention, {origin(rows)}")
     upper.subplots_adjust(0.19, 0.08, 0.98, 0.92, 0.65)
     panels = lower.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for axis, batch in zip(panels, batches, strict=True):
-        found = by_attention([row for row in steps if row["batch"] == batch], "time", "forward")
+        found = by_attention([row for row in steps if row["batch"] == batch], "forward")
         here = [row for case in found.values() for row in case.values()]
         draw_lengths(axis, here, "keys", "percent_of_read", line="-")
         axis.set_title(f"one step of decoding, batch {batch}")
@@ -237,7 +230,7 @@ def draw_roofline(rows: list[Row]) -> plt.Figure:
     of_read = ceilings["read"]
     fastest_read = float(of_read["bytes"]) / float(of_read["microseconds"]) / 1e6  # TB/s
     fastest_product = float(ceilings["matrix product"]["tflops"])
-    cases = by_attention([row for row in rows if row["decode"] == "0"], "time", "forward")
+    cases = by_attention([row for row in rows if row["decode"] == "0"], "forward")
     figure, axis = plt.subplots(figsize=(11, 6.5))
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for case in cases.values():

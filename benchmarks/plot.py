@@ -82,7 +82,8 @@ def main(check: bool = False) -> None:
     """Fills the pages and draws the pictures, or checks that the pages match."""
     fill_pages(check)
     if not check:
-        pictures.draw_all()
+        for name, svg in pictures.PICTURES.items():
+            (ROOT / "docs" / name).write_text(svg())
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def headline_cases() -> dict[str, tuple[Case, str]]:
     rows = by_timing(read("rows.csv"), ("shape", "dim", "dtype", "pass"))
     topk = by_timing(read("topk.csv"), ("rows", "columns", "dtype", "k", "data", "pass"))
     attention = read("attention.csv")
-    both = by_attention(attention, "time", "forward+backward")
-    steps = by_attention(attention, "time", "forward")
+    both = by_attention(attention, "forward+backward")
+    steps = by_attention(attention, "forward")
     models = by_model(read("training.csv"))
     shape = "8x32x2048x2048"
     cases = {
@@ -119,7 +119,7 @@ def peers_table(
 
 def attention_table(rows: list[Row]) -> str:
     """TFLOP/s of forward and backward together, where the bias has a gradient."""
-    cases = by_attention(rows, "time", "forward+backward").values()
+    cases = by_attention(rows, "forward+backward").values()
 
     def place(row: Row) -> list[str]:
         shape = ", ".join(row[name] for name in ("batch", "heads", "keys", "head_dim"))
@@ -137,7 +137,7 @@ def attention_table(rows: list[Row]) -> str:
 
 def decode_table(rows: list[Row]) -> str:
     """Steps of decoding: microseconds, and per cent of one read of keys and values."""
-    steps = by_attention([row for row in rows if row["decode"] == "1"], "time", "forward").values()
+    steps = by_attention([row for row in rows if row["decode"] == "1"], "forward").values()
     return peers_table(
         steps,
         ("b", "keys"),
