@@ -188,12 +188,6 @@ def seed() -> None:
     np.random.seed(0)
 
 
-def config_of(name: str) -> PreTrainedConfig:
-    """The small configuration of a class."""
-    config_class = getattr(transformers, name).config_class
-    return config_class(**(_settings(config_class) | copy.deepcopy(_OWN.get(name, {}))))
-
-
 def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     default = config_class()
     given = default.to_dict() | {
@@ -223,10 +217,12 @@ def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 def build(name: str, implementation: str = "eager") -> PreTrainedModel:
     """The class on its small configuration, in training mode, from the same seed always."""
-    config = config_of(name)
+    model_class = getattr(transformers, name)
+    config_class = model_class.config_class
+    config = config_class(**(_settings(config_class) | copy.deepcopy(_OWN.get(name, {}))))
     config._attn_implementation = implementation
     seed()
-    model = getattr(transformers, name)(config).train()
+    model = model_class(config).train()
     if CLASSES[name] == "protein":  # no setting makes its weights large
         for parameter in model.structure_head.token_transformer.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
