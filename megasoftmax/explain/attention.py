@@ -172,11 +172,8 @@ def explain_attention(
         is_shifted=shifted,
         is_backward=backward,
         is_deterministic=deterministic,
-        multiprocessors=device.multiprocessors,
-        major=device.major,
-        shared_bytes=device.shared_bytes,
     )
-    answer = ask("megasoftmax_attention_plan", **vars(call))
+    answer = ask("megasoftmax_attention_plan", device, **vars(call))
     plan = SimpleNamespace(**{name: int(value) for name, (value,) in answer.items()})
 
     visible = visible_entries(limits, queries, keys)  # of a head
@@ -209,7 +206,7 @@ def explain_attention(
         several_heads=bool(plan.is_small or (plan.takes_heads and plan.blocks < batches * heads)),
         dtype=dtype,
         hopper=bool(plan.is_hopper),
-        why=_why(kernel, plan, call),
+        why=_why(kernel, plan, call, device),
         tile_queries=plan.tile_queries,
         tile_keys=plan.tile_keys,
         tile_head_dim=plan.tile_head_dim,
@@ -229,7 +226,7 @@ def explain_attention(
     )
 
 
-def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
+def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace, device: Gpu) -> str:
     limits = kernel_limits().attention
     most = limits["kMaxDecodeQueries"]
     reasons = []
@@ -258,7 +255,7 @@ def _why(kernel: str, plan: SimpleNamespace, call: SimpleNamespace) -> str:
     head_dim = max(call.head_dim, call.value_dim)
     if plan.is_hopper:
         reasons += ["compute capability 9.0: Hopper's own kernels"]
-    elif call.major == limits["kHopperMajor"] and kernel != "decode" and not plan.is_small:
+    elif device.major == limits["kHopperMajor"] and kernel != "decode" and not plan.is_small:
         is_dense = call.has_bias and not (call.is_relative or call.is_of_keys)
         if call.is_float:
             refused = "float32"

@@ -48,13 +48,15 @@ def check_call(counts: dict[str, int], dtype: torch.dtype, limits: Window = (-1,
         raise ValueError(f"window: expected sides of -1 (no limit) or more, got {limits}")
 
 
-def ask(function: str, **call: int) -> dict[str, list[str]]:
+def ask(function: str, gpu: Gpu, **call: int) -> dict[str, list[str]]:
     """The named values of a plan, such as {"threads": ["256"]}. csrc/common/named.h has the form.
 
     A name that comes several times has several values.
     """
     ask_library = getattr(plans(), function)
     ask_library.restype = ctypes.c_char_p
+    for name in ("major", "multiprocessors", "max_cluster", "shared_bytes"):
+        call[name] = getattr(gpu, name)
     given = "\n".join(f"{name} {value:d}" for name, value in call.items())
     words = ask_library(given.encode()).decode().split()
     found: dict[str, list[str]] = {}

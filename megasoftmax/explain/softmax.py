@@ -114,6 +114,7 @@ def explain(
         )
     answer = ask(
         "megasoftmax_softmax_plan",
+        device,
         rows=rows,
         columns=columns,
         queries=queries,
@@ -126,9 +127,6 @@ def explain(
         has_dropout=dropout,
         has_softcap=softcap,
         is_tuned=measured is not None,
-        multiprocessors=device.multiprocessors,
-        shared_bytes=device.shared_bytes,
-        max_cluster=device.max_cluster,
     )
     obstacles = [int(bits) for bits in answer.pop("obstacles", ())]
     plan = {name: int(value) for name, (value,) in answer.items()}

@@ -80,6 +80,7 @@ def explain_topk(
     device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
     answer = ask(
         "megasoftmax_topk_plan",
+        device,
         rows=rows,
         columns=columns,
         k=k,
@@ -89,9 +90,6 @@ def explain_topk(
         has_limits=limits,
         is_of_router=router,
         is_backward=backward,
-        multiprocessors=device.multiprocessors,
-        shared_bytes=device.shared_bytes,
-        max_cluster=device.max_cluster,
     )
     (regime,) = answer.pop("regime")
     plan = {name: int(value) for name, (value,) in answer.items()}  # fields of TopkExplanation
