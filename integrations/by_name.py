@@ -104,14 +104,11 @@ def _extended_call(original: Callable[..., Any]) -> Callable[..., Any]:
 def _complete_tables(model_class: type[PreTrainedModel]) -> None:
     """Give the names a class in the tables that the file of a model chooses attention from."""
     for table in vars(sys.modules[model_class.__module__]).values():
-        if isinstance(table, dict) and _is_module_class(table.get("eager")):
+        eager = table.get("eager") if isinstance(table, dict) else None
+        if isinstance(eager, type) and issubclass(eager, torch.nn.Module):
             for name in NAMES:
                 for full_name in (name, with_eager_mask(name)):
-                    table.setdefault(full_name, table["eager"])
-
-
-def _is_module_class(candidate: Any) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, torch.nn.Module)
+                    table.setdefault(full_name, eager)
 
 
 def _is_part(model: PreTrainedModel) -> bool:
