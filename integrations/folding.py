@@ -37,7 +37,7 @@ import megasoftmax
 from megasoftmax.integrations.float_masks import bias_and_mask
 from megasoftmax.integrations.names import is_disabled
 from megasoftmax.integrations.products import like_query
-from megasoftmax.integrations.replacing import Change, Patched, Reports, Served
+from megasoftmax.integrations.replacing import Change, PatchedParts, Served
 
 _NOT_SERVED = {
     "boltz.model.layers.attention.AttentionPairBias": "Boltz-1's; it computes attention itself",
@@ -170,13 +170,8 @@ _HAVE: dict[type[nn.Module], tuple[str, ...]] = {
 }
 
 
-class PatchedModel(Reports, Patched):
+class PatchedModel(PatchedParts):
     """What one call of `patch_model` has changed; a context manager."""
-
-    def __init__(self, model: nn.Module, changes: list[Change], why_not: dict[str, str]) -> None:
-        super().__init__(changes)
-        self._model = model
-        self._why_not = why_not
 
     @property
     def report(self) -> dict[str, Served]:

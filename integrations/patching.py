@@ -33,7 +33,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import megasoftmax
 from megasoftmax.integrations.names import NAME, NAMES, SOFTMAX_NAME, asked_name, is_disabled
 from megasoftmax.integrations.products import like_query
-from megasoftmax.integrations.replacing import Change, Patched, Reports, Served
+from megasoftmax.integrations.replacing import Change, PatchedParts, Served
 from megasoftmax.integrations.routers import (
     changes_of_routers,
     find_routers,
@@ -56,15 +56,8 @@ _FLAGS = ("softmax", "attention", "router")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 
 
-class PatchedModel(Reports, Patched):
+class PatchedModel(PatchedParts):
     """What one call of `patch_model` has changed; a context manager."""
-
-    def __init__(
-        self, model: torch.nn.Module, changes: list[Change], why_not: dict[str, str]
-    ) -> None:
-        super().__init__(changes)
-        self._model = model
-        self._why_not = why_not
 
     @property
     def report(self) -> dict[str, Served]:

@@ -125,3 +125,12 @@ class Patched(Replaced):
 
     def __exit__(self, *exception: object) -> None:
         self.unpatch()
+
+
+class PatchedParts(Reports, Patched):
+    """Parts of a model that one call has changed, and why others stay as they are."""
+
+    def __init__(self, model: Any, changes: list[Change], why_not: dict[str, str]) -> None:
+        super().__init__(changes)
+        self._model = model
+        self._why_not = why_not
