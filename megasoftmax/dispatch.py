@@ -591,11 +591,8 @@ def _has_one_stride(tensor: Tensor, scores: Tensor) -> bool:
 
 
 def _rows(scores: Tensor) -> Reason | None:
-    outer, queries = 1, 1
-    for size in scores.shape[:-2]:
-        outer *= size
-    if scores.dim() > 1:
-        queries = scores.shape[-2]
+    outer = math.prod(scores.shape[:-2])
+    queries = scores.shape[-2] if scores.dim() > 1 else 1
     most = kernel_limits().max_index
     if outer <= most and queries <= most:
         return None
