@@ -32,14 +32,6 @@ _NO_LIMITS = {
 }
 
 
-def _all_gather(into: Tensor, mine: Tensor, group: "ProcessGroup") -> None:
-    distributed = torch.distributed
-    if hasattr(distributed, "all_gather_single"):  # since torch 2.13
-        distributed.all_gather_single(into, mine, group=group)
-    else:
-        distributed.all_gather_into_tensor(into, mine, group=group)
-
-
 def softmax_topk(
     implementation: Implementation, group: "ProcessGroup", given: ForwardArguments
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,7 +169,10 @@ def _gather(
     )
     shards = torch.distributed.get_world_size(group)
     gathered = numbers.new_empty(shards * len(numbers))
-    _all_gather(gathered, numbers, group=group)
+    distributed = torch.distributed
+    is_new = hasattr(distributed, "all_gather_single")  # since torch 2.13
+    gather = distributed.all_gather_single if is_new else distributed.all_gather_into_tensor
+    gather(gathered, numbers, group=group)
     return gathered.view(shards, -1)
 
 
