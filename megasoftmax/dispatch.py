@@ -575,19 +575,15 @@ def _leading_dimensions(
             "a view that merges all but the last 3",
         )
         for name, tensor in tensors.items()
-        if tensor is not None and not _has_one_stride(tensor, scores)
+        if tensor is not None and not merges(tensor.expand(scores.shape), scores.dim() - 3)
     ]
 
 
-def _has_one_stride(tensor: Tensor, scores: Tensor) -> bool:
-    missing = scores.dim() - tensor.dim()
-    sizes = scores.shape[:-3]
-    strides = [
-        0 if i < missing or tensor.shape[i - missing] == 1 else tensor.stride(i - missing)
-        for i in range(len(sizes))
-    ]
-    steps = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
-    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(steps))
+def merges(expanded: Tensor, count: int) -> bool:
+    """Whether the first `count` dimensions are one as a view."""
+    steps = zip(expanded.shape[:count], expanded.stride()[:count], strict=True)
+    varying = [(size, stride) for size, stride in steps if size != 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(varying))
 
 
 def _rows(scores: Tensor) -> Reason | None:

@@ -9,13 +9,12 @@ examples, which copies them; `copies` names them.
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
 from megasoftmax.biases import RelativeBias
-from megasoftmax.dispatch import Reason
+from megasoftmax.dispatch import Reason, merges
 from megasoftmax.masks import TileMask
 from megasoftmax.options import AttentionOptions, Ranges
 
@@ -85,7 +84,7 @@ def copies(
         *((name, tensor, _QUERY) for name, tensor in tensors),
         *_operands(options),
     ):
-        if tensor.dim() > kind.trailing and not _merges(
+        if tensor.dim() > kind.trailing and not merges(
             _expanded(tensor, kind, leading), len(leading)
         ):
             shape = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
@@ -164,10 +163,3 @@ def _merged(tensor: Tensor, kind: _Kind, leading: Sequence[int]) -> Tensor:
     if tensor.dim() <= kind.trailing:  # no leading dimension
         return tensor
     return _expanded(tensor, kind, leading).flatten(0, -1 - kind.trailing)
-
-
-def _merges(expanded: Tensor, count: int) -> bool:
-    """Whether the first `count` dimensions are one as a view."""
-    steps = zip(expanded.shape[:count], expanded.stride()[:count], strict=True)
-    varying = [(size, stride) for size, stride in steps if size != 1]
-    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(varying))
