@@ -33,7 +33,7 @@ from torch import Tensor
 import megasoftmax
 from megasoftmax import checks
 from megasoftmax.biases import RelativeBias, alibi_bias
-from megasoftmax.options import Window, as_number, check_dropout, checked_window
+from megasoftmax.options import Window, as_number, check_probability, checked_window
 
 _NAMES = {  # of arguments of megasoftmax.attention
     "query": "q",
@@ -227,7 +227,7 @@ def _options(
 ) -> dict[str, Any]:
     """What attention, of packed sequences or not, takes."""
     dropout_p = as_number("dropout_p", dropout_p)
-    check_dropout("dropout_p", dropout_p)
+    check_probability("dropout_p", dropout_p)
     checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
     if deterministic and not torch.are_deterministic_algorithms_enabled():

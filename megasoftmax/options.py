@@ -72,7 +72,7 @@ class SoftmaxOptions(NamedTuple):
             _check_sink(self.sink, "scores", scores)
         if self.visible is not None:
             _check_visible(self.visible, "scores", scores, scores.shape[:-1])
-        check_dropout("dropout", self.dropout)
+        check_probability("dropout", self.dropout)
         if self.seed is not None:
             check_seed(self.seed, "scores", scores)
         if type(self.dim) is not int or self.dim != -1:
@@ -162,10 +162,7 @@ class TopkOptions(NamedTuple):
             if isinstance(limit, Tensor):
                 _check_of_rows(name, limit, logits)
             elif limit is not None:
-                if isinstance(limit, bool) or not isinstance(limit, (float, int)):
-                    raise TypeError(f"{name}: expected a number from 0 to 1, got {kind(limit)}")
-                if not 0 <= limit <= 1:
-                    raise ValueError(f"{name}: expected a number from 0 to 1, got {limit}")
+                check_probability(name, limit)
 
     def _check_choice(self, logits: Tensor) -> None:
         """Of scores that are not probabilities, or do not choose the entries alone."""
@@ -224,7 +221,7 @@ class AttentionOptions(NamedTuple):
         check_flag("return_lse", self.return_lse)
         if self.fused is not None:
             _check_fused(self.fused)
-        check_dropout("dropout", self.dropout)
+        check_probability("dropout", self.dropout)
         if self.seed is not None:
             check_seed(self.seed, "query", query)
 
@@ -472,12 +469,12 @@ def _check_range(name: str, number: float, dtype: torch.dtype) -> None:
         )
 
 
-def check_dropout(name: str, dropout: float) -> None:
+def check_probability(name: str, probability: float) -> None:
     """Of a number that `as_number` returned."""
-    if isinstance(dropout, bool) or not isinstance(dropout, (float, int)):
-        raise TypeError(f"{name}: expected a number from 0 to 1, got {kind(dropout)}")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"{name}: expected a number from 0 to 1, got {dropout}")
+    if isinstance(probability, bool) or not isinstance(probability, (float, int)):
+        raise TypeError(f"{name}: expected a number from 0 to 1, got {kind(probability)}")
+    if not 0 <= probability <= 1:
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {probability}")
 
 
 def check_seed(seed: Tensor, name_of_scores: str, scores: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from megasoftmax import arguments
 from megasoftmax.dispatch import Reasons
 from megasoftmax.functions.attention import attention, attention_reasons
-from megasoftmax.options import as_number, check_dropout
+from megasoftmax.options import as_number, check_probability
 
 
 def scaled_dot_product_attention(
@@ -80,7 +80,7 @@ def _from_torch(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], tuple[int, ...]]:
     """Query, key and value of `attention`, its limits, and the shape of torch's result."""
     dropout = as_number("dropout_p", dropout_p)
-    check_dropout("dropout_p", dropout)
+    check_probability("dropout_p", dropout)
     batch, heads, key_heads = arguments.check_sdpa(
         query, key, value, attn_mask, is_causal, enable_gqa
     )

@@ -16,8 +16,8 @@ from megasoftmax.options import (
     Window,
     as_number,
     check_attention_bias,
-    check_dropout,
     check_heads,
+    check_probability,
     check_scale,
     check_softcap,
     checked_window,
@@ -93,7 +93,7 @@ class FusedAttention(torch.nn.Module):
             if relative_buckets is not None:
                 raise ValueError("relative_buckets, alibi_slopes: expected at most one, got both")
         dropout = as_number("dropout", dropout)
-        check_dropout("dropout", dropout)
+        check_probability("dropout", dropout)
         scale = as_number("scale", scale)
         if scale is not None:
             check_scale("scale", scale, torch.float64)
