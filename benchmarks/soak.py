@@ -23,14 +23,12 @@ from random import SystemRandom
 from typing import Annotated
 
 import measure
-import torch
 import typer
 from soak_arguments import Arguments
 from soak_cases import FAMILIES as ORACLES
 
-import megasoftmax
 from megasoftmax.check.cases import USUAL
-from megasoftmax.check.suite import SEEDS, Outcome, Suite, Tally
+from megasoftmax.check.suite import SEEDS, Outcome, Suite, Tally, warm_up
 
 FAMILIES = ORACLES | {"arguments": Arguments}
 RESULTS = {"cuda": "soak.csv", "cpu": "soak_cpu.csv"}
@@ -103,8 +101,7 @@ def main(
         if not all(are_right):
             raise SystemExit(1)
         return
-    if device == "cuda":  # kernels that are not yet compiled: once, and not in the time
-        megasoftmax.softmax(torch.zeros(1, device="cuda"), fused=True)
+    warm_up(device)
     first = SystemRandom().randrange(100) * 100 * SEEDS if first is None else first
     processes = processes or min(8, os.cpu_count() or 1)
     if processes == 1:
