@@ -52,17 +52,10 @@ def like_query(layer: torch.nn.Module, head_dim: int, dtype: torch.dtype | None 
     return torch.empty(1, 1, 1, head_dim, dtype=dtype or weight.dtype, device=weight.device)
 
 
-def with_dense_bias(options: AttentionOptions, query: Tensor, key: Tensor) -> AttentionOptions:
-    """What `softmax` of all scores takes: a tensor in place of a relative bias."""
-    if not isinstance(options.bias, RelativeBias):
-        return options
-    return options._replace(bias=options.bias.dense(query.shape[-2], key.shape[-2]))
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attention for layers that need no probabilities, [..., queries, heads, value_dim].
 
-    `megasoftmax.attention` where `takes_attention`, else `between_products`. Under autocast in its
+    `megasoftmax.attention` where `takes_attention`, else `through_softmax`. Under autocast in its
     type, whatever the types of query, key and value.
     """
     tensors = as_autocast(query, key, value)
@@ -72,14 +65,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
     if takes_attention(*tensors, options):
         output = megasoftmax.attention(*tensors, **options._asdict())
     else:
-        options = with_dense_bias(options, query, key)
-        output, _ = between_products(
-            query,
-            key,
-            value,
-            lambda query, key: torch.matmul(query, key.transpose(-1, -2)),
-            lambda scores: probabilities(scores, options, options.scale, value.dtype),
-        )
+        output, _ = through_softmax(query, key, value, options)
     return output.transpose(-3, -2)
 
 
@@ -95,20 +81,35 @@ def unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def probabilities(
-    scores: Tensor, options: AttentionOptions, scale: float | None, dtype: torch.dtype
-) -> Tensor:
-    """The fused softmax with options of attention, after dropout.
+def through_softmax(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, upcast: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`between_products` with the fused softmax, options of attention and torch's dropout.
 
-    Dropout is torch's: it drops what it would drop in the model at the same seed of the generator,
-    which that of `megasoftmax.softmax` would not.
+    That drops what it would drop in the model at the same seed of the generator, which dropout of
+    `megasoftmax.softmax` would not. With `upcast` scores are products in float32.
     """
-    mask = options.mask
+    bias, mask, dropout = options.bias, options.mask, options.dropout
+    if isinstance(bias, RelativeBias):
+        bias = bias.dense(query.shape[-2], key.shape[-2])
     mask = mask.tensor if isinstance(mask, megasoftmax.TileMask) else mask
-    changed = {"scale": scale, "mask": mask, "dropout": 0.0, "dtype": dtype}
-    found = megasoftmax.softmax(scores, **(options.of_softmax() | changed))
-    dropout = options.dropout
-    return torch.nn.functional.dropout(found, dropout) if dropout > 0 else found
+    changed = {"bias": bias, "mask": mask, "dropout": 0.0, "dtype": value.dtype}
+    given = options.of_softmax() | changed
+
+    def normalize(scores: Tensor) -> Tensor:
+        found = megasoftmax.softmax(scores, **given)
+        return torch.nn.functional.dropout(found, dropout) if dropout > 0 else found
+
+    return between_products(query, key, value, _float_scores if upcast else _scores, normalize)
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    return torch.matmul(query, key.transpose(-1, -2))
+
+
+def _float_scores(query: Tensor, key: Tensor) -> Tensor:
+    with torch.autocast(query.device.type, enabled=False):
+        return _scores(query.float(), key.float())
 
 
 def between_products(

@@ -84,12 +84,7 @@ from megasoftmax.functions.attention import served_attention
 from megasoftmax.integrations.by_name import watch
 from megasoftmax.integrations.mask_functions import Rule, rule_of
 from megasoftmax.integrations.names import NAME, SOFTMAX_NAME, is_disabled, with_eager_mask
-from megasoftmax.integrations.products import (
-    between_products,
-    probabilities,
-    takes_attention,
-    with_dense_bias,
-)
+from megasoftmax.integrations.products import takes_attention, through_softmax
 from megasoftmax.integrations.sharing import can_share, made_once, with_tiles
 from megasoftmax.options import AttentionOptions, Ranges, Window
 from megasoftmax.tracing import is_traced
@@ -315,7 +310,8 @@ def attention_forward(
             output = megasoftmax.attention(*tensors, **given)
             return output.transpose(-3, -2).contiguous(), None
     upcast = _reorders_and_upcasts(module) or kwargs.get("upcast_scores", False)
-    return _through_softmax(query, key, value, options, upcast)
+    output, probabilities = through_softmax(query, key, value, options, upcast)
+    return output.transpose(-3, -2).contiguous(), probabilities
 
 
 def softmax_attention_forward(
@@ -510,30 +506,3 @@ def _is_asked_for_probabilities(kwargs: dict[str, Any]) -> bool:
         return False  # nothing collects here, and a context variable would break the graph
     collected = _active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)
-
-
-def _through_softmax(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    options: AttentionOptions,
-    upcast: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matmul, softmax, torch's dropout, matmul."""
-    options = with_dense_bias(options, query, key)
-    output, weights = between_products(
-        query,
-        key,
-        value,
-        lambda query, key: _scores(query, key, upcast),
-        lambda scores: probabilities(scores, options, options.scale, value.dtype),
-    )
-    return output.transpose(-3, -2).contiguous(), weights
-
-
-def _scores(query: torch.Tensor, key: torch.Tensor, upcast: bool) -> torch.Tensor:
-    """Scores before scaling; `upcast`: in float32."""
-    if not upcast:
-        return torch.matmul(query, key.transpose(-1, -2))
-    with torch.autocast(query.device.type, enabled=False):
-        return torch.matmul(query.float(), key.float().transpose(-1, -2))
