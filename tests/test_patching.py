@@ -81,6 +81,14 @@ def state(model):
     return modules, implementations(model), [copy.deepcopy(c.to_dict()) for c in configs(model)]
 
 
+@contextlib.contextmanager
+def unchanged(model):
+    """A block after which the state of the model is what it was before."""
+    before = state(model)
+    yield
+    assert state(model) == before
+
+
 def configs(model):
     found = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in found if config is not None}.values())
@@ -136,34 +144,30 @@ def test_a_module_around_models_is_patched():
 
 def test_second_patch_owns_nothing():
     model = MODELS["mixtral"]()
-    before = state(model)
-    first, second = patch_model(model), patch_model(model)
-    assert first.report == second.report
-    second.unpatch()
-    assert first.report["model.layers.0.self_attn"].runs == "SDPA"
-    assert first.report["model.layers.0.mlp.gate"] == Served("router")
-    first.unpatch()
-    assert state(model) == before
-    first, second = patch_model(model), patch_model(model)
-    first.unpatch()
-    second.unpatch()
-    assert state(model) == before
+    with unchanged(model):
+        first, second = patch_model(model), patch_model(model)
+        assert first.report == second.report
+        second.unpatch()
+        assert first.report["model.layers.0.self_attn"].runs == "SDPA"
+        assert first.report["model.layers.0.mlp.gate"] == Served("router")
+        first.unpatch()
+    with unchanged(model):
+        first, second = patch_model(model), patch_model(model)
+        first.unpatch()
+        second.unpatch()
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_nested_patches_are_undone_from_within(name, calls):
     model = MODELS[name]()
-    before = state(model)
-    outer = patch_model(model)
-    between = state(model)
-    with patch_model(model, implementation="megasoftmax_softmax"):
-        run(model)
-        assert calls == ["softmax"] * 2
-        with pytest.raises(RuntimeError, match="undo first what was done after"):
-            outer.unpatch()
-    assert state(model) == between
-    outer.unpatch()
-    assert state(model) == before
+    with unchanged(model):
+        outer = patch_model(model)
+        with unchanged(model), patch_model(model, implementation="megasoftmax_softmax"):
+            run(model)
+            assert calls == ["softmax"] * 2
+            with pytest.raises(RuntimeError, match="undo first what was done after"):
+                outer.unpatch()
+        outer.unpatch()
 
 
 @pytest.mark.parametrize("name", WITHOUT_INTERFACE)
@@ -233,12 +237,13 @@ def test_refused_family_is_named_with_the_reason(name):
     model = REFUSED[name]().eval()
     ids = build_batch()["input_ids"]
     expected = model(ids)[0]
-    before = state(model)
-    with pytest.raises(ValueError, match="without the attention interface") as caught:
+    with (
+        unchanged(model),
+        pytest.raises(ValueError, match="without the attention interface") as caught,
+    ):
         patch_model(model)
-    assert state(model) == before
-    patched = patch_model(model, strict=False)
-    assert state(model) == before
+    with unchanged(model):
+        patched = patch_model(model, strict=False)
     assert torch.equal(model(ids)[0], expected)
     assert {served.runs for served in patched.report.values()} == {"unchanged"}
     assert len(patched.report) == 2
@@ -251,24 +256,20 @@ def test_layers_beside_one_without_the_interface_are_served():
     """The pooling head of SigLIP is torch's own, whatever attention the others run."""
     images = SIZES | {"image_size": 8, "patch_size": 4}
     model = tiny("SiglipModel", text_config=SIZES, vision_config=images)
-    before = state(model)
-    patched = patch_model(model)
-    assert len(patched.report) == 5
-    for name, served in patched.report.items():
-        expected = ("unchanged", serving.NO_INTERFACE) if "head" in name else ("SDPA", served.why)
-        assert served == expected
-    assert {config._attn_implementation for config in configs(model)} == {"megasoftmax"}
-    patched.unpatch()
-    assert state(model) == before
+    with unchanged(model), patch_model(model) as patched:
+        assert len(patched.report) == 5
+        for name, served in patched.report.items():
+            runs = ("unchanged", serving.NO_INTERFACE) if "head" in name else ("SDPA", served.why)
+            assert served == runs
+        assert set(implementations(model)) == {"megasoftmax"}
 
 
 def test_model_that_is_refused_does_not_hold_back_another():
     pair = torch.nn.ModuleDict({"one": REFUSED["mpnet"](), "other": MODELS["llama"]()})
-    before = state(pair)
-    with pytest.raises(ValueError, match=r"ModuleDict; strict=False .* \(2\):") as caught:
+    message = r"ModuleDict; strict=False .* \(2\):"
+    with unchanged(pair), pytest.raises(ValueError, match=message) as caught:
         patch_model(pair)
     assert "other" not in str(caught.value)
-    assert state(pair) == before
     patched = patch_model(pair, strict=False)
     runs = {name: served.runs for name, served in patched.report.items()}
     assert set(runs.values()) == {"unchanged", "SDPA"}
@@ -282,10 +283,8 @@ def test_replaced_forward_is_refused():
         model = MODELS[name]()
         module = next(m for n, m in model.named_modules() if n.endswith(layer))
         module.forward = lambda *given, **options: None
-        before = state(model)
-        with pytest.raises(ValueError, match=r"forward.* replaced"):
+        with unchanged(model), pytest.raises(ValueError, match=r"forward.* replaced"):
             patch_model(model)
-        assert state(model) == before
         report = patch_model(model, strict=False).report
         assert any("replaced" in served.why for served in report.values())
 
@@ -295,10 +294,9 @@ def test_subclass_of_a_family_is_refused():
     model = MODELS["mpt"]()
     block = model.transformer.blocks[1]
     block.__class__ = type("ShardedMptBlock", (type(block),), {})
-    before = state(model)
-    with pytest.raises(ValueError, match=r"blocks\.1: its class ShardedMptBlock is a subclass"):
+    message = r"blocks\.1: its class ShardedMptBlock is a subclass"
+    with unchanged(model), pytest.raises(ValueError, match=message):
         patch_model(model)
-    assert state(model) == before
 
 
 @pytest.mark.parametrize("implementation", ["eager", "megasoftmax"])
@@ -319,10 +317,9 @@ def test_router_that_was_replaced_since_keeps_the_patch():
     patched = patch_model(model)
     gate = model.model.layers[0].mlp.gate
     ours, gate.forward = gate.forward, lambda hidden: None
-    before = state(model)
-    with pytest.raises(RuntimeError, match=r"^unpatch: expected model\.layers\.0\.mlp\.gate"):
+    message = r"^unpatch: expected model\.layers\.0\.mlp\.gate"
+    with unchanged(model), pytest.raises(RuntimeError, match=message):
         patched.unpatch()
-    assert state(model) == before
     gate.forward = ours
     patched.unpatch()
     assert model.config._attn_implementation == "eager"
@@ -437,9 +434,8 @@ def test_flags_survive_and_are_honoured(tmp_path, calls):
     loaded.config.megasoftmax = {"router": False}
     assert set(run_patched(loaded, calls)) == {"attention"}
     configure(loaded.config, softmax=False, attention=False, router=False)
-    before = state(loaded)
-    patched = patch_model(loaded)
-    assert state(loaded) == before
+    with unchanged(loaded):
+        patched = patch_model(loaded)
     assert {str(s) for s in patched.report.values()} == {"unchanged: config.megasoftmax says so"}
 
 
@@ -463,10 +459,9 @@ def run_patched(model, calls):
 def test_wrong_flags(flags, message):
     model = MODELS["llama"]()
     model.config.megasoftmax = flags
-    before = state(model)
-    with pytest.raises(ValueError, match=r"config\.megasoftmax: expected .*" + message):
+    message = r"config\.megasoftmax: expected .*" + message
+    with unchanged(model), pytest.raises(ValueError, match=message):
         patch_model(model)
-    assert state(model) == before
     with pytest.raises(ValueError, match="got 'router': None"):
         configure(model.config, router=None)
 
@@ -496,9 +491,8 @@ def test_disabled_name_refuses_what_it_cannot_hand_on(disabled):
 
 def test_disabled_patch_changes_nothing(disabled):
     model = MODELS["mixtral"]()
-    before = state(model)
-    patched = patch_model(model)
-    assert state(model) == before
+    with unchanged(model):
+        patched = patch_model(model)
     assert {str(s) for s in patched.report.values()} == {"unchanged: MEGASOFTMAX_DISABLE=1"}
     assert len(patched.report) == 4
 
