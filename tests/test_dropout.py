@@ -33,6 +33,15 @@ def type_on(device):
 # Read back
 
 
+def shown_in_parts(tensor):
+    """Zeros like a tensor [..., tokens, dim], with ones that show `dim` tokens, and how many."""
+    tokens, dim = tensor.shape[-2:]
+    for first in range(0, tokens, dim):
+        part, shown = torch.zeros_like(tensor), min(dim, tokens - first)
+        part[..., first : first + shown, :shown] = torch.eye(shown, device=tensor.device)
+        yield part, shown
+
+
 def kept_by_softmax(shape, dropout, seed, device):
     """Of equal probabilities."""
     p = softmax(torch.zeros(shape, device=device), dropout=dropout, seed=seed_of(seed, device))
@@ -46,10 +55,7 @@ def kept_by_attention(shape, dropout, seed, device, dim=64):
     query = torch.zeros(batch, heads, queries, 16, device=device, dtype=dtype)
     key = torch.zeros(batch, heads, keys, 16, device=device, dtype=dtype)
     found = []
-    for first in range(0, keys, dim):
-        value = torch.zeros(keys, dim, device=device, dtype=dtype)
-        shown = min(dim, keys - first)
-        value[first : first + shown, :shown] = torch.eye(shown, device=device, dtype=dtype)
+    for value, shown in shown_in_parts(key.new_empty(keys, dim)):
         value = value.expand(batch, heads, -1, -1)
         output = attention(query, key, value, dropout=dropout, seed=seed_of(seed, device))
         found.append(output[..., :shown] != 0)
@@ -59,12 +65,8 @@ def kept_by_attention(shape, dropout, seed, device, dim=64):
 def kept_of_equal_keys(queries, keys, dim, dropout, seed, **options):
     """The same on a GPU of 2 batches and 3 heads, by kernels that copy tensors: dense ones."""
     query = torch.zeros(2, 3, queries, dim, device="cuda", dtype=torch.bfloat16)
-    key, value = (query.new_zeros(2, 3, keys, dim) for _ in range(2))
-    found = []
-    for first in range(0, keys, dim):
-        shown = min(dim, keys - first)
-        value.zero_()
-        value[:, :, first : first + shown, :shown] = torch.eye(shown, device="cuda")
+    key, found = query.new_zeros(2, 3, keys, dim), []
+    for value, shown in shown_in_parts(key):
         given = {"dropout": dropout, "seed": seed_of(seed, "cuda"), "fused": True, **options}
         output = attention(query, key, value, **given)
         found.append(output[..., :shown] != 0)
@@ -86,16 +88,10 @@ def gradients_of_equal_keys(queries, keys, dim, dropout, seed, **options):
     query = torch.zeros(2, 3, queries, dim, device="cuda", dtype=torch.bfloat16)
     key = query.new_zeros(2, 3, keys, dim)
     kept, of_scores = [], []
-    for first in range(0, queries, dim):
-        shown = min(dim, queries - first)
-        of_output = torch.zeros_like(query)
-        of_output[:, :, first : first + shown, :shown] = torch.eye(shown, device="cuda")
+    for of_output, shown in shown_in_parts(query):
         _, of_value = gradients(query.clone(), key.clone(), key.clone(), of_output)
         kept.append(of_value[..., :shown].mT != 0)
-    for first in range(0, keys, dim):
-        shown = min(dim, keys - first)
-        shows = torch.zeros_like(key)
-        shows[:, :, first : first + shown, :shown] = torch.eye(shown, device="cuda")
+    for shows, shown in shown_in_parts(key):
         of_output = torch.zeros_like(query)
         of_output[..., 0] = 1
         of_query, _ = gradients(query.clone(), shows, torch.ones_like(key), of_output)
