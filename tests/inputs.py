@@ -257,6 +257,17 @@ def saved_tensors() -> Iterator[list[Tensor]]:
         yield kept
 
 
+def command(*arguments: str, code: int = 0, **options: Any) -> Any:
+    """The result of the command `megasoftmax`, which must exit with that code."""
+    from typer.testing import CliRunner  # of an extra, as what the command needs
+
+    from megasoftmax import __main__
+
+    result = CliRunner().invoke(__main__.app, arguments, **options)
+    assert result.exit_code == code, result.output
+    return result
+
+
 def dtypes_on(device: str) -> list[torch.dtype]:
     return [torch.float32, *HALVES] if device == "cuda" else [torch.float32, torch.bfloat16]
 

@@ -23,13 +23,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from inputs import record_calls
+from inputs import command, record_calls
 from processes import write_compilers
 from sanitize_cases import table_of
 from torch.utils import cpp_extension
-from typer.testing import CliRunner
 
-from megasoftmax import __main__
 from megasoftmax.build import extension, library
 from megasoftmax.build.extension import CSRC, BuildError, Nvcc
 from megasoftmax.build.library import Status
@@ -555,8 +553,7 @@ def test_command_builds_into_the_cache_for_this_gpu(small_sources, monkeypatch, 
     """And prints what is left; the first CUDA tensor finds the library."""
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(extension, "PACKAGE", small_sources / "no such folder")
-    first, second = (CliRunner().invoke(__main__.app, ["build"]) for _ in range(2))
-    assert (first.exit_code, second.exit_code) == (0, 0), first.output
+    first, second = (command("build") for _ in range(2))
     assert "Compiling for 9.0a with " in first.output
     assert "compiling all kernels, once: 0 of 2 files, about " in first.output
     assert ", once" not in second.output
@@ -568,8 +565,7 @@ def test_command_builds_into_the_cache_for_this_gpu(small_sources, monkeypatch, 
     assert not (small_sources / "no such folder").exists()
 
     (small_sources / "value.h").write_text("#error no value\n")
-    result = CliRunner().invoke(__main__.app, ["build"])
-    assert result.exit_code == 1
+    result = command("build", code=1)
     assert "Error: FAILED:" in result.output
     assert "no value" in result.output
 
@@ -578,22 +574,19 @@ def test_command_asks_for_an_architecture_without_a_gpu(tools, monkeypatch):
     tools(NVCC, CPU_TORCH)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    result = CliRunner().invoke(__main__.app, ["build"])
-    assert result.exit_code == 1
-    assert "no CUDA GPU to compile for: name an architecture, such as --arch 9.0a" in result.output
-    result = CliRunner().invoke(__main__.app, ["build", "--package", "--out=x"])
-    assert result.exit_code == 2
+    found = command("build", code=1).output
+    assert "no CUDA GPU to compile for: name an architecture, such as --arch 9.0a" in found
+    command("build", "--package", "--out=x", code=2)
 
 
 @pytest.mark.parametrize(
-    ("command", "folder"), [(["--package"], extension.PACKAGE), (["--out=there"], Path("there"))]
+    ("option", "folder"), [("--package", extension.PACKAGE), ("--out=there", Path("there"))]
 )
-def test_command_builds_where_it_is_told(tools, monkeypatch, command, folder):
+def test_command_builds_where_it_is_told(tools, monkeypatch, option, folder):
     tools(NVCC, CPU_TORCH)
     calls = []
     monkeypatch.setattr(library, "build_into", lambda *given: calls.append(given) or Path("built"))
-    result = CliRunner().invoke(__main__.app, ["build", "--arch=8.0", *command])
-    assert result.exit_code == 0, result.output
+    command("build", "--arch=8.0", option)
     objects = Path("build/objects")
     assert calls == [(folder, objects, NVCC, ("8.0",), objects / "log")]
 
@@ -628,8 +621,7 @@ def scripted(nothing_loaded, monkeypatch, tmp_path):
 
 def test_command_prints_few_lines_and_keeps_the_log(scripted, monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(__main__.app, ["build", "--arch=9.0a", "--out=out"])
-    assert result.exit_code == 0, result.output
+    result = command("build", "--arch=9.0a", "--out=out")
     assert (tmp_path / "out" / extension.LIBRARY_NAME).read_text() == "made\n"
     printed = capfd.readouterr()
     lines = (result.output + printed.out + printed.err).splitlines()
@@ -642,8 +634,7 @@ def test_command_prints_few_lines_and_keeps_the_log(scripted, monkeypatch, tmp_p
 def test_error_of_the_command_is_short_and_names_the_log(scripted, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     scripted(broken="file7.cu")
-    result = CliRunner().invoke(__main__.app, ["build", "--arch=9.0a", "--out=out"])
-    assert result.exit_code == 1
+    result = command("build", "--arch=9.0a", "--out=out", code=1)
     assert "Error: FAILED:" in result.output
     assert "file7.cu: error: no value" in result.output
     assert "more lines\nThe whole log: build/objects/log" in result.output
@@ -655,8 +646,7 @@ def test_error_of_the_command_is_short_and_names_the_log(scripted, monkeypatch, 
 def test_compiler_that_torch_refuses_is_an_error(scripted, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     scripted(version="4.8.0")
-    result = CliRunner().invoke(__main__.app, ["build", "--arch=9.0a", "--out=out"])
-    assert result.exit_code == 1
+    result = command("build", "--arch=9.0a", "--out=out", code=1)
     assert "Error: The current installed version of " in result.output
     assert "(4.8.0) is less than the minimum required version by CUDA 13.0" in result.output
 

@@ -16,10 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from inputs import command
 
 import megasoftmax
-from megasoftmax import __main__
 from megasoftmax.build import cache, extension, library
 from megasoftmax.build.extension import BuildError, Nvcc
 from megasoftmax.build.library import Status
@@ -211,8 +210,7 @@ def test_some_kernels_are_built_ahead_and_found_without_a_compiler(builds, monke
     monkeypatch.setattr(extension, "toolchain", lambda nvcc: contextlib.nullcontext())
     monkeypatch.setattr(library, "_compile_host", lambda folder: extension.build(folder))
     only = ["--only", "softmax_float16", "--only", "topk_float32"]
-    found = CliRunner().invoke(__main__.app, ["build", *only, "--arch", "8.0"])
-    assert found.exit_code == 0, found.output
+    found = command("build", *only, "--arch", "8.0")
     for name in ("operators", "softmax_float16", "topk_float32"):
         assert f"compiling {name}, once" in found.output
     count = len(builds)
@@ -235,8 +233,7 @@ def test_some_kernels_are_built_ahead_and_found_without_a_compiler(builds, monke
     ],
 )
 def test_kernels_that_cannot_be_built_alone_are_refused(arguments, message):
-    found = CliRunner().invoke(__main__.app, ["build", *arguments], env={"COLUMNS": "400"})
-    assert found.exit_code == 2
+    found = command("build", *arguments, code=2, env={"COLUMNS": "400"})
     assert re.search(message, found.output, re.DOTALL), found.output
 
 

@@ -3,14 +3,15 @@
 import re
 import textwrap
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from inputs import command
 
 import megasoftmax
-from megasoftmax import __main__, hub
+from megasoftmax import hub
 from megasoftmax._export_kernels import export_kernels
 from megasoftmax.build import extension, library
 
@@ -414,18 +415,13 @@ def test_kernels_chooses_the_variant(tmp_path, torch_version, cuda, chosen):
 
 
 def test_command_writes_what_is_there_and_overwrites_nothing(tmp_path):
-    def export(*options):
-        return CliRunner().invoke(__main__.app, ["export-kernels", str(tmp_path), *options])
-
-    first, second = export(), export()
-    assert first.exit_code == 0, first.output
+    export = partial(command, "export-kernels", str(tmp_path))
+    export()
     assert (tmp_path / "build" / "torch-universal" / "metadata.json").exists()
-    assert second.exit_code == 1
-    assert "torch-universal is there already; --force replaces it" in second.output
+    assert "torch-universal is there already; --force replaces it" in export(code=1).output
     leftover = tmp_path / "build" / "torch-universal" / "leftover"
     leftover.touch()
-    third = export("--force")
-    assert third.exit_code == 0, third.output
+    export("--force")
     assert (leftover.parent / "metadata.json").exists()
     assert not leftover.exists()
 

@@ -1,16 +1,16 @@
 """megasoftmax tune: which numbers of rows it chooses, keeps and loads, and that no bit changes."""
 
+import functools
 import itertools
 import json
 from random import Random
 
 import pytest
 import torch
-from inputs import bits_equal, normal
-from typer.testing import CliRunner
+from inputs import bits_equal, command, normal
 
 import megasoftmax
-from megasoftmax import __main__, tune
+from megasoftmax import tune
 from megasoftmax.build import cache, library, tuned
 from megasoftmax.build.tuned import Tuned
 from megasoftmax.explain import GPU_NAMES, H200, common, current_gpu, explain, gpu_named
@@ -118,7 +118,7 @@ def test_explain_reads_the_table_of_its_gpu_alone(plans):
     assert (before.thresholds, other.thresholds) == ("built in", "built in")
     assert found.thresholds == "tuned on NVIDIA L4, 2026-01-02"
     assert explain(*call, gpu="A10") == other
-    printed = CliRunner().invoke(__main__.app, ["explain", "100x4096", "--gpu", "L4"]).stdout
+    printed = command("explain", "100x4096", "--gpu", "L4").stdout
     assert "tuned on NVIDIA L4, 2026-01-02" in printed
     # 800 vectors: limits.h gives shared_64 from 1000 rows on, and shared_128 from 500 on.
     more = (1500, 6400, torch.float16)
@@ -293,8 +293,7 @@ def test_seal_is_that_of_the_cache(compiled):
 # The command
 
 
-def run(*options):
-    return CliRunner().invoke(__main__.app, ["tune", *options])
+run = functools.partial(command, "tune")
 
 
 @pytest.fixture
@@ -307,7 +306,6 @@ def fake_gpu(plans, compiled, monkeypatch):
 
 def test_command_measures_keeps_and_removes(fake_gpu):
     measured = run()
-    assert measured.exit_code == 0, measured.output
     count = tune.thresholds()
     assert f"{count} of {count}, " in measured.stdout
     assert "forward shared_32 up to 400 vectors: from " in measured.stdout
@@ -325,7 +323,7 @@ def test_interrupted_command_leaves_nothing(fake_gpu, monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(tune, "_on_gpu", lambda compiled: fail)
-    assert run().exit_code == 1
+    run(code=1)
     assert not [each for each in fake_gpu.parent.iterdir() if "tuned" in each.name]
     assert tuned.of_gpu(L4.name) is None
 
@@ -333,19 +331,14 @@ def test_interrupted_command_leaves_nothing(fake_gpu, monkeypatch):
 def test_command_tries_to_write_first(fake_gpu, monkeypatch, tmp_path):
     missing = tmp_path / "nowhere" / "_C.abi3.so"
     monkeypatch.setattr(tune, "_compiled", lambda: (None, missing, L4.name))
-    found = run()
-    assert found.exit_code == 1
-    assert "nowhere" in found.output
+    assert "nowhere" in run(code=1).output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_command_without_a_gpu():
     for options in ((), ("--remove",)):
-        found = run(*options)
-        assert (found.exit_code, found.output) == (
-            1,
-            "Error: torch sees no CUDA GPU to measure on\n",
-        )
+        found = run(*options, code=1)
+        assert found.output == "Error: torch sees no CUDA GPU to measure on\n"
 
 
 def test_gpus_of_several_kinds_have_no_table(monkeypatch):
@@ -354,7 +347,7 @@ def test_gpus_of_several_kinds_have_no_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
     assert tuned.gpu_name() is None
-    assert "GPUs of several kinds" in run().output
+    assert "GPUs of several kinds" in run(code=1).output
     names.pop()
     assert tuned.gpu_name() == "NVIDIA L4"
 
