@@ -281,16 +281,21 @@ def tensors(
     device: str,
     dtype: torch.dtype = torch.float32,
     *,
-    batch: int = 2,
+    batch: int | tuple[int, ...] = 2,
     heads: int | tuple[int, int] = (4, 2),
     lengths: int | tuple[int, int] = (5, 13),
     dims: int | tuple[int, int] = 8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value. One number stands for two, such as `dims` for those of all three."""
+    """Query, key and value. One number stands for two, such as `dims` for those of all three.
+
+    Args:
+        batch: one dimension, or several.
+    """
     sizes = (each if isinstance(each, tuple) else (each, each) for each in (heads, lengths, dims))
     (all_heads, key_heads), (queries, keys), (dim, value_dim) = sizes
+    leading = batch if isinstance(batch, tuple) else (batch,)
     return (
-        normal(batch, all_heads, queries, dim, device=device, dtype=dtype, seed=1),
-        normal(batch, key_heads, keys, dim, device=device, dtype=dtype, seed=2),
-        normal(batch, key_heads, keys, value_dim, device=device, dtype=dtype, seed=3),
+        normal(*leading, all_heads, queries, dim, device=device, dtype=dtype, seed=1),
+        normal(*leading, key_heads, keys, dim, device=device, dtype=dtype, seed=2),
+        normal(*leading, key_heads, keys, value_dim, device=device, dtype=dtype, seed=3),
     )

@@ -2,11 +2,12 @@
 
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from inputs import normal
+from inputs import normal, tensors
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
     AuxRequest,
@@ -111,10 +112,7 @@ ROWS = {
 }
 
 
-def tensors(tokens: int = TOKENS, key_heads: int = HEADS) -> list[Tensor]:
-    heads = (HEADS, key_heads, key_heads)
-    shapes = [(BATCH, each, tokens, DIM) for each in heads]
-    return [normal(*shape, device="cpu", seed=i).double() for i, shape in enumerate(shapes)]
+states = partial(tensors, "cpu", torch.float64, batch=BATCH, heads=HEADS, lengths=TOKENS, dims=DIM)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, score_mod, mask_mod, **options):
@@ -140,13 +138,13 @@ def assert_close(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) ->
 @pytest.mark.parametrize("name", ROWS)
 def test_row(name):
     score_mod, mask_mod, options = ROWS[name]
-    given = tensors()
+    given = states()
     wanted = flex(*given, score_mod, mask_mod)
     assert_close(megasoftmax.attention(*given, **options, return_lse=True), wanted)
 
 
 def test_a_factor_for_each_head():
-    query, key, value = tensors()
+    query, key, value = states()
     wanted = flex(query, key, value, lambda score, b, h, q, kv: score * FACTORS[h], None)
     query = query * FACTORS[:, None, None]
     assert_close(megasoftmax.attention(query, key, value, return_lse=True), wanted)
@@ -154,14 +152,14 @@ def test_a_factor_for_each_head():
 
 def test_blocks():
     """64 queries and keys to a block, as `TileMask.from_blocks` takes them."""
-    given = tensors(tokens=128)
+    given = states(lengths=128)
     wanted = flex(*given, None, lambda b, h, q, kv: BLOCKS[q // 64, kv // 64])
     mask = TileMask.from_blocks(~BLOCKS, 64)
     assert_close(megasoftmax.attention(*given, mask=mask, return_lse=True), wanted)
 
 
 def test_softcap():
-    query, key, value = tensors()
+    query, key, value = states()
     wanted = flex(query, key, value, lambda score, b, h, q, kv: 2 * torch.tanh(score / 2), None)
     q, k, v = (each.transpose(1, 2) for each in (query, key, value))
     output, lse, _ = flash_attn_func(q, k, v, softcap=2.0, return_attn_probs=True)
@@ -169,7 +167,7 @@ def test_softcap():
 
 
 def test_heads_that_share_keys_and_a_scale():
-    given = tensors(key_heads=2)
+    given = states(heads=(HEADS, 2))
     wanted = flex(*given, None, None, enable_gqa=True, scale=0.3)
     assert_close(megasoftmax.attention(*given, scale=0.3, return_lse=True), wanted)
 

@@ -9,7 +9,7 @@ import op_checks
 import oracle_attention
 import pytest
 import torch
-from inputs import attention_on, coin, normal
+from inputs import attention_on, coin, normal, tensors
 from torch import Tensor
 
 import megasoftmax
@@ -23,7 +23,7 @@ from megasoftmax import (
     why_not_fused,
 )
 
-HEADS, KEY_HEADS, DIM = 4, 2, 8
+HEADS, DIM = 4, 8  # of `tensors`
 LEADING = [(), (3,), (2, 3), (1, 3), (3, 1), (2, 1, 3), (2, 2, 2)]
 
 
@@ -32,17 +32,6 @@ def all_sizes(leading: tuple[int, ...]) -> list[tuple[int, ...]]:
     sizes = itertools.product(*[sorted({1, size}) for size in leading])
     starts = range(len(leading) + 1)
     return [each[i:] for each in sizes for i in starts if each[:i] == (1,) * i]
-
-
-def tensors(
-    leading: tuple[int, ...], lengths: tuple[int, int], device: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    m, n = lengths
-    return (
-        normal(*leading, HEADS, m, DIM, device=device, dtype=dtype, seed=1),
-        normal(*leading, KEY_HEADS, n, DIM, device=device, dtype=dtype, seed=2),
-        normal(*leading, KEY_HEADS, n, DIM, device=device, dtype=dtype, seed=3),
-    )
 
 
 def type_on(device: str) -> torch.dtype:
@@ -57,7 +46,7 @@ def type_on(device: str) -> torch.dtype:
 def test_broadcasting(leading: tuple[int, ...], sizes: tuple[int, ...], device: str) -> None:
     """Each operand of each shape, with every gradient."""
     dtype, (m, n) = type_on(device), (130, 197) if device == "cuda" else (5, 7)
-    given = tensors(leading, (m, n), device, dtype)
+    given = tensors(device, dtype, batch=leading, lengths=(m, n))
     function = attention_on(device, dtype)
     check = functools.partial(oracle_attention.check, function, *given)
     of = functools.partial(normal, device=device, dtype=dtype, seed=4)
@@ -82,7 +71,7 @@ def test_broadcasting(leading: tuple[int, ...], sizes: tuple[int, ...], device: 
 def test_few_queries(queries: int, device: str) -> None:
     """Kernels of few queries read the mask itself."""
     dtype, leading = type_on(device), (2, 3)
-    given = tensors(leading, (queries, 70), device, dtype)
+    given = tensors(device, dtype, batch=leading, lengths=(queries, 70))
     for sizes in all_sizes(leading):
         mask = coin(*sizes, 1, 1, 70, device=device, odds=0.3)
         bias = normal(*sizes, HEADS, queries, 70, device=device, dtype=dtype).requires_grad_()
@@ -93,7 +82,7 @@ def test_few_queries(queries: int, device: str) -> None:
 def test_layout_of_results(device: str) -> None:
     """The projection that follows needs no copy, and the output may be changed in place."""
     for leading in LEADING:
-        query, key, value = tensors(leading, (5, 7), device, type_on(device))
+        query, key, value = tensors(device, type_on(device), batch=leading, lengths=(5, 7))
         output, lse = attention(query.requires_grad_(), key, value, return_lse=True)
         assert output.shape == (*leading, HEADS, 5, DIM)
         assert output.transpose(-3, -2).is_contiguous()
@@ -104,7 +93,7 @@ def test_layout_of_results(device: str) -> None:
 def test_triangle_attention(device: str) -> None:
     """Rows share the bias of their structure, and each hides keys of its own."""
     b, rows, m = 2, 3, 9
-    query, key, value = tensors((b, rows), (m, m), device, type_on(device))
+    query, key, value = tensors(device, type_on(device), batch=(b, rows), lengths=m)
     bias = normal(b, 1, HEADS, m, m, device=device, dtype=query.dtype).requires_grad_()
     mask = coin(b, rows, 1, 1, m, device=device)
     found = attention(query, key, value, bias=bias, mask=mask)
@@ -117,7 +106,7 @@ def test_triangle_attention(device: str) -> None:
 def test_shifted_windows(device: str) -> None:
     """Windows have masks of their own, the same in each image; all share a bias."""
     images, windows, m = 3, 4, 9
-    query, key, value = tensors((images, windows), (m, m), device, type_on(device))
+    query, key, value = tensors(device, type_on(device), batch=(images, windows), lengths=m)
     bias = normal(HEADS, m, m, device=device, dtype=query.dtype)
     mask = coin(windows, 1, m, m, device=device)
     found = attention(query, key, value, bias=bias, mask=mask)
@@ -272,7 +261,7 @@ def test_shapes_that_do_not_fit() -> None:
 
 def test_dropout_is_that_of_softmax() -> None:
     """Heads are counted over all leading dimensions."""
-    query, key, value = tensors((2, 3), (5, 7), "cpu", torch.float64)
+    query, key, value = tensors("cpu", torch.float64, batch=(2, 3), lengths=(5, 7))
     key, value = (each.repeat_interleave(2, -3) for each in (key, value))
     seed = torch.tensor([3])
     weights = megasoftmax.softmax(query @ key.mT, scale=DIM**-0.5, dropout=0.4, seed=seed)
@@ -281,7 +270,7 @@ def test_dropout_is_that_of_softmax() -> None:
 
 
 def test_vmap_compile_and_export() -> None:
-    query, key, value = tensors((2, 3), (5, 7), "cpu", torch.float32)
+    query, key, value = tensors("cpu", batch=(2, 3), lengths=(5, 7))
     bias = normal(2, 1, HEADS, 5, 7, device="cpu")
     mask = coin(3, 1, 1, 7, device="cpu", odds=0.3)
 
@@ -314,7 +303,7 @@ def test_vmap_compile_and_export() -> None:
 
 def test_gradcheck() -> None:
     bias = normal(2, HEADS, 3, 4, device="cpu", dtype=torch.float64)
-    given = (*tensors((2, 2), (3, 4), "cpu", torch.float64), bias)
+    given = (*tensors("cpu", torch.float64, batch=(2, 2), lengths=(3, 4)), bias)
     inputs = tuple(each.requires_grad_() for each in given)
     call = functools.partial(attention, return_lse=True)
     assert torch.autograd.gradcheck(lambda q, k, v, b: call(q, k, v, bias=b), inputs)
@@ -324,7 +313,7 @@ def test_ranges_of_more_dimensions(device: str) -> None:
     keep = torch.ones(2, 3, 7, dtype=torch.bool, device=device)
     keep[0, 1, 4:] = False
     keep[1, 2, :2] = False
-    given = tensors((2, 3), (7, 7), device, type_on(device))
+    given = tensors(device, type_on(device), batch=(2, 3), lengths=7)
     lengths = keep.sum(-1)
     behind = torch.arange(7, device=device) >= lengths[..., None, None, None]
     for visible, mask in (
