@@ -90,9 +90,7 @@ def check_sdpa(tensors, leaves, **options):
     for function in (scaled_dot_product_attention, torch_sdpa):
         output = function(*tensors, **options)
         found.append([output, *gradients(output, leaves)])
-    for actual, expected in zip(*found, strict=True):
-        assert actual.shape == expected.shape
-        assert_close(actual, expected)
+    assert_close(*found)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -271,8 +269,7 @@ def check_flash(result, expected, leaves, exact=None, assert_close=assert_close)
     assert_close(output, expected[0])
     assert_close(lse, expected[1])
     wanted = gradients(expected[0], exact or leaves, expected[1])
-    for actual, each in zip(gradients(output, leaves, lse), wanted, strict=True):
-        assert_close(actual, each)
+    op_checks.assert_all_close(gradients(output, leaves, lse), wanted, assert_close)
 
 
 def formula(
@@ -442,10 +439,8 @@ def test_flash_attn_drops_as_attention(device):
     torch.manual_seed(7)
     output = flash_attn.flash_attn_func(q, k, v, 0.1)
     assert bits_equal(output, expected.transpose(1, 2))
-    for actual, wanted in zip(
-        gradients(output, [q, k, v]), gradients(expected.transpose(1, 2), [q, k, v]), strict=True
-    ):
-        assert bits_equal(actual, wanted)
+    wanted = gradients(expected.transpose(1, 2), [q, k, v])
+    assert all(map(bits_equal, gradients(output, [q, k, v]), wanted))
     assert not torch.equal(output, flash_attn.flash_attn_func(q, k, v, 0.0))
     torch.manual_seed(7)  # so do scores that are capped so far away that they are not
     assert_close(flash_attn.flash_attn_func(q, k, v, 0.1, softcap=1e6), output)
@@ -604,9 +599,8 @@ def test_sdpa_on_kernels(lengths, is_causal, dtype):
         mask = mask.double() if mask is not None and mask.is_floating_point() else mask
         expected = torch_sdpa(*exact, attn_mask=mask, **options)
         assert_near(output, expected)
-        wanted = gradients(expected, exact)
-        for actual, each in zip(gradients(output, tensors), wanted, strict=True):
-            assert_near(actual, each)
+        found = gradients(output, tensors)
+        op_checks.assert_all_close(found, gradients(expected, exact), assert_near)
 
 
 @pytest.mark.gpu
