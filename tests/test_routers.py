@@ -80,18 +80,18 @@ def test_rules_are_for_classes_that_exist():
     assert {"MixtralTopKRouter", "Qwen3MoeTopKRouter", "GptOssTopKRouter"} <= set(CLASSES)
 
 
+def router_of(name, *, normalised=True, **more):
+    """4 of 16 experts, for tokens of 24 numbers."""
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16)
+    sizes = {"num_experts_per_tok": 4, "hidden_size": 24, "norm_topk_prob": normalised}
+    return CLASSES[name](SimpleNamespace(**experts, **sizes, **more))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("name", sorted(CLASSES.keys() - set(OF_DEEPSEEK)))
 def test_every_rule_is_that_of_its_class(name, normalised, dtype, device):
-    config = SimpleNamespace(
-        num_experts_per_tok=4,
-        num_experts=16,
-        num_local_experts=16,
-        hidden_size=24,
-        norm_topk_prob=normalised,
-    )
-    router = CLASSES[name](config).to(device, dtype)
+    router = router_of(name, normalised=normalised).to(device, dtype)
     for parameter in router.parameters():
         torch.nn.init.normal_(parameter)
     hidden = torch.randn(40, 24, device=device, dtype=dtype, requires_grad=True)
@@ -119,19 +119,9 @@ def test_every_rule_is_that_of_its_class(name, normalised, dtype, device):
     assert torch.equal(logits.gather(1, experts), logits.gather(1, our_experts))
 
 
-def router_of_deepseek(name, *, groups=1, taken=1, normalised=True):
-    config = SimpleNamespace(
-        num_experts_per_tok=4,
-        num_experts=16,
-        num_local_experts=16,
-        n_routed_experts=16,
-        hidden_size=24,
-        norm_topk_prob=normalised,
-        n_group=groups,
-        topk_group=taken,
-        routed_scaling_factor=2.5,
-    )
-    router = CLASSES[name](config)
+def router_of_deepseek(name, *, groups=1, taken=1, **options):
+    options |= {"n_group": groups, "topk_group": taken, "routed_scaling_factor": 2.5}
+    router = router_of(name, **options)
     torch.nn.init.normal_(router.weight)
     torch.nn.init.normal_(router.e_score_correction_bias, std=0.3)
     return router
