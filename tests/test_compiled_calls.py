@@ -27,17 +27,23 @@ COMPILED = {
 }
 
 
+def keeping_ops(compiled=lambda graph: graph):
+    """A list of the targets of nodes, and the compiler that adds those of a graph to it."""
+    found = []
+
+    def keep(graph, _):
+        found.extend(node.target for node in graph.graph.nodes)
+        return compiled(graph)
+
+    return found, keep
+
+
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled_code_calls_ops_without_rules_of_autograd(case, monkeypatch):
     """Else each call would go through Python twice more."""
     processes.let_ops_serve_cpus(monkeypatch.setattr)
     function, count = COMPILED[case]
-    found = []
-
-    def keep(graph, _):
-        found.extend(node.target for node in graph.graph.nodes)
-        return make_boxed_func(graph.forward)
-
+    found, keep = keeping_ops(lambda graph: make_boxed_func(graph.forward))
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     call = function if case == "topk" else partial(function, fused=True)
     compiled = torch.compile(call, fullgraph=True, backend=backend)
@@ -63,12 +69,7 @@ def let_compiled_code_run_ops_on_cpus(monkeypatch):
 
 def traced(function, *inputs):
     """The result of a compiled call, the names of its ops, and the number of guards."""
-    names = []
-
-    def keep(graph, _):
-        nodes = [node.target for node in graph.graph.nodes]
-        names.extend(each.name() for each in nodes if hasattr(each, "_schema"))
-        return graph
+    found, keep = keeping_ops()
 
     def call(*inputs):
         return function(*inputs, fused=True)
@@ -76,6 +77,7 @@ def traced(function, *inputs):
     torch.compiler.reset()
     result = torch.compile(call, fullgraph=True, dynamic=False, backend=keep)(*inputs)
     (entry,) = _debug_get_cache_entry_list(call)
+    names = [each.name() for each in found if hasattr(each, "_schema")]
     return result, names, str(entry.guard_manager).count("+- ")
 
 
@@ -195,12 +197,7 @@ def test_kernels_compute_ops_without_rules_of_autograd():
 
 def test_compiled_transforms_call_ops_with_rules(monkeypatch):
     processes.let_ops_serve_cpus(monkeypatch.setattr)
-    found = []
-
-    def keep(graph, _):
-        found.extend(node.target for node in graph.graph.nodes)
-        return graph
-
+    found, keep = keeping_ops()
     compiled = torch.compile(
         torch.vmap(partial(megasoftmax.softmax, fused=True)), fullgraph=True, backend=keep
     )
