@@ -27,17 +27,24 @@ SAMPLE = ["--count=60", "--samples=2", "--k=7", *TINY]
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs an example in this process, which has all imports already: (exit code, its output)."""
+    """Runs an example in this process, which has all imports already: the output.
+
+    It must exit with the code. A message in its place is printed, and the code is then 1.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("COLUMNS", "80")
     verbosity, threads = logging.get_verbosity(), torch.get_num_threads()
 
-    def run_example(name, *arguments):
+    def run_example(name, *arguments, code=0):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        return ended.value.code, "".join(capsys.readouterr())
+        found, output = ended.value.code, "".join(capsys.readouterr())
+        if isinstance(found, str):
+            found, output = 1, output + found
+        assert found == code, output
+        return output
 
     yield run_example
     monkeypatch.undo()
@@ -80,8 +87,7 @@ def losses_of(output):
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_train_gpt_compares(model, device, run, tmp_path):
-    code, output = run("train_gpt.py", "--model", model, "--device", device, *TINY)
-    assert code == 0, output
+    output = run("train_gpt.py", "--model", model, "--device", device, *TINY)
     rows = losses_of(output)
     assert len(rows) == 6
     assert all(math.isfinite(number) for row in rows for number in row)
@@ -118,8 +124,7 @@ def test_train_gpt_compares(model, device, run, tmp_path):
     ],
 )
 def test_wrong_options_are_refused_before_training(run, name, option, message):
-    code, output = run(name, "--device=cpu", *TINY, *option.split())
-    assert code == 2
+    output = run(name, "--device=cpu", *TINY, *option.split(), code=2)
     assert message in output
     assert "Traceback" not in output
     assert "│" not in output
@@ -151,8 +156,7 @@ def test_last_losses_that_differ_are_noticed(loss):
 
 
 def test_generate_compares(device, run):
-    code, output = run("generate.py", "--prompt", "class ", "--device", device, *SAMPLE)
-    assert code == 0, output
+    output = run("generate.py", "--prompt", "class ", "--device", device, *SAMPLE)
     assert output.count("│ class ") == 2
     assert "the samples are equal" in output
     assert "sample runs its" in output
@@ -173,8 +177,7 @@ COMPARISONS = {
 @pytest.mark.parametrize("example", COMPARISONS)
 def test_comparison_agrees(example, device, run):
     name, verdict = COMPARISONS[example]
-    code, output = run(example, "--device", device, *TINY)
-    assert code == 0, output
+    output = run(example, "--device", device, *TINY)
     assert "the first gradients agree" in output
     assert f"tokens/s: {name} /" in output
     rows = losses_of(output)
@@ -215,8 +218,7 @@ FAULTS = {
 
 
 def test_triangle_attention_keeps_no_scores(run):
-    code, output = run("triangle_attention.py", "--device=cpu", *TINY, "--heads=8")
-    assert code == 0, output
+    output = run("triangle_attention.py", "--device=cpu", *TINY, "--heads=8")
     einsum, ours = re.search(r"of 96 points +│ (\d+) +│ (\d+) +│", output).groups()
     assert int(ours) < int(einsum) / 2
 
@@ -240,16 +242,14 @@ def test_fault_is_noticed(example, run, monkeypatch):
 
         faulty.why_not_fused = functools.partial(megasoftmax.why_not_fused, original)
     monkeypatch.setattr(owner, name, faulty)
-    code, output = run(example, "--device=cpu", *TINY, *arguments)
-    assert code == 1, output
+    output = run(example, "--device=cpu", *TINY, *arguments, code=1)
     assert verdict in output
     assert example not in COMPARISONS or COMPARISONS[example][1] not in output
 
 
 def test_train_packed_compares(device, run):
     """On a GPU in bf16, through fused attention."""
-    code, output = run("train_packed.py", "--device", device, *TINY, "--batch=5")
-    assert code == 0, output
+    output = run("train_packed.py", "--device", device, *TINY, "--batch=5")
     assert "5 documents of 2 to 32 bytes: 62 tokens packed, 160 padded" in output
     assert "tokens/s: packed / padded" in output
     rows = losses_of(output)
@@ -279,8 +279,7 @@ def test_finetune_t5_takes_a_checkpoint(monkeypatch, tmp_path):
 
 def test_config_sets_defaults_and_the_command_line_wins(run):
     config = EXAMPLES / "configs" / "train_llama.yaml"
-    code, output = run("train_gpt.py", "--config", config, "--device=cpu", *TINY)
-    assert code == 0, output
+    output = run("train_gpt.py", "--config", config, "--device=cpu", *TINY)
     assert "tolerance 5.0e-02" in output  # of bf16, as the file says
     assert len(losses_of(output)) == 6  # as TINY says, not the file
 
@@ -362,8 +361,8 @@ def test_train_ring_compares(tmp_path):
 
 def test_fault_of_a_ring_is_noticed(run, monkeypatch):
     """Of one process, whose ring is not causal."""
-    code, _ = run("train_ring.py")
-    assert "run it with torchrun --standalone --nproc-per-node 2" in code
+    message = "run it with torchrun --standalone --nproc-per-node 2"
+    assert message in run("train_ring.py", code=1)
     original, begin = megasoftmax.ring_attention, torch.distributed.init_process_group
     alone = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     monkeypatch.setenv("RANK", "0")
@@ -373,6 +372,4 @@ def test_fault_of_a_ring_is_noticed(run, monkeypatch):
         "ring_attention",
         lambda *tensors, **options: original(*tensors, **(options | {"causal": False})),
     )
-    code, output = run("train_ring.py")
-    assert code == 1
-    assert "the losses DIFFER" in output
+    assert "the losses DIFFER" in run("train_ring.py", code=1)

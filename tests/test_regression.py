@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from inputs import command
 
 pytest.importorskip("transformers")
 from models import tiny
@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import megasoftmax
-from megasoftmax import __main__, regression
+from megasoftmax import regression
 from megasoftmax.integrations import transformers as integration
 from megasoftmax.regression import comparison, pairs
 from megasoftmax.regression import dropout as regression_dropout
@@ -662,24 +662,22 @@ def test_nothing_passes_where_the_baseline_is_not_finite(baseline, candidate):
 
 @pytest.fixture
 def invoke(device, tmp_path):
-    """Run the command; its exit code, output, JSON and HTML."""
+    """Run the command, which must exit with the code; its output, JSON and HTML."""
 
-    def invoke(*arguments):
+    def invoke(*arguments, code=0):
         quick = [f"--{name}={value}" for name, value in QUICK.items()]
         files = [f"--json={tmp_path / 'report.json'}", f"--html={tmp_path / 'report.html'}"]
-        result = CliRunner().invoke(
-            __main__.app, ["regress", f"--device={device}", *quick, *files, *arguments]
-        )
+        options = [f"--device={device}", *quick, *files, *arguments]
+        result = command("regress", *options, code=code)
         assert result.exception is None or isinstance(result.exception, SystemExit), result
         contents = (tmp_path / "report.json").read_text(), (tmp_path / "report.html").read_text()
-        return result.exit_code, result.output, json.loads(contents[0]), contents[1]
+        return result.output, json.loads(contents[0]), contents[1]
 
     return invoke
 
 
 def test_command_passes(invoke, device):
-    code, output, found, page = invoke("--model=gpt2", "--model=swin", "--dtype=bf16")
-    assert code == 0
+    output, found, page = invoke("--model=gpt2", "--model=swin", "--dtype=bf16")
     assert output.count("same") >= 10
     untested = 2 if device == "cpu" else 0
     assert output.count("same, kernels not tested") == untested
@@ -713,8 +711,7 @@ def test_command_passes(invoke, device):
 
 def test_command_fails_with_what_is_wrong(invoke):
     register_faulty(detached("s_aux"))
-    code, output, found, page = invoke("--model=gpt_oss", "--candidate=faulty")
-    assert code == 1
+    output, found, page = invoke("--model=gpt_oss", "--candidate=faulty", code=1)
     assert "DIFFERS" in output
     named = r"gradient, step \d, layer model\.layers\.\d\.self_attn, parameter sinks: 1\.00e\+00"
     assert re.search(f"REGRESSION {named}", output)
@@ -724,10 +721,7 @@ def test_command_fails_with_what_is_wrong(invoke):
 
 
 def test_command_compares_dropout(invoke):
-    code, output, found, page = invoke(
-        "--model=bert", "--candidate=sdpa", "--dropout", "--seeds=16"
-    )
-    assert code == 0
+    output, found, page = invoke("--model=bert", "--candidate=sdpa", "--dropout", "--seeds=16")
     text = "dropout: means compared over 16 seeds at 99.9% confidence"
     assert text in " ".join(output.split())
     assert text in page
@@ -737,8 +731,7 @@ def test_command_compares_dropout(invoke):
 
 
 def test_command_explains_wrong_use(invoke):
-    code, output, found, page = invoke("--model=gpt2", "--model=<gpt3>")
-    assert code == 2
+    output, found, page = invoke("--model=gpt2", "--model=<gpt3>", code=2)
     assert "Error: model: expected one of gpt2" in output
     assert "no result" in output
     assert found["passed"] is False
@@ -746,8 +739,8 @@ def test_command_explains_wrong_use(invoke):
     assert "\N{FACTORY}" not in output  # :factory: is an emoji of rich
     assert "'<gpt3>'" in found["models"]["<gpt3>"]["error"]
     assert "<h2>&lt;gpt3&gt;</h2>" in page
-    assert invoke("--dtype=int8")[0] == 2
-    assert invoke("--all", "--steps=0")[0] == 2
+    invoke("--dtype=int8", code=2)
+    invoke("--all", "--steps=0", code=2)
 
 
 def test_command_survives_a_broken_factory(invoke, monkeypatch, tmp_path):
@@ -756,14 +749,13 @@ def test_command_survives_a_broken_factory(invoke, monkeypatch, tmp_path):
         "def broken(name): raise OSError('disk on fire')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    code, output, found, _ = invoke("--model=own_models:broken", "--model=own_models:factory")
-    assert code == 2
+    output, found, _ = invoke("--model=own_models:broken", "--model=own_models:factory", code=2)
     assert "Traceback" in output
     assert "disk on fire" in output
     assert "own_models:factory: same" in output  # :factory: is an emoji of rich
     assert found["models"]["own_models:broken"] == {"error": "OSError: disk on fire"}
     assert found["models"]["own_models:factory"]["passed"] is True
-    assert invoke(f"--json={tmp_path / 'no_folder' / 'report.json'}")[0] == 2
+    invoke(f"--json={tmp_path / 'no_folder' / 'report.json'}", code=2)
 
 
 def test_command_runs_all_families(invoke, monkeypatch):
@@ -774,7 +766,7 @@ def test_command_runs_all_families(invoke, monkeypatch):
         raise regression_models.RegressionError("not today")
 
     monkeypatch.setattr(regression, "run", run)
-    assert invoke("--all", "--lr=0.5", "--baseline=sdpa", "--seed=3")[0] == 2
+    invoke("--all", "--lr=0.5", "--baseline=sdpa", "--seed=3", code=2)
     assert [name for name, _ in asked] == FAMILIES
     settings = asked[0][1]
     assert (settings["learning_rate"], settings["baseline"], settings["seed"]) == (0.5, "sdpa", 3)
