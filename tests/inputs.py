@@ -272,6 +272,12 @@ def dtypes_on(device: str) -> list[torch.dtype]:
     return [torch.float32, *HALVES] if device == "cuda" else [torch.float32, torch.bfloat16]
 
 
+def by_error(wrong: dict[type[Exception], list[tuple[Any, str]]], name: str = "call") -> Any:
+    """Parametrises a test by the error, by what is wrong, which has that name, and the message."""
+    cases = [(error, *case) for error, of_error in wrong.items() for case in of_error]
+    return pytest.mark.parametrize(("error", name, "message"), cases)
+
+
 def gpu_with_all_kernels(test: Any) -> Any:
     """Marks a test of a GPU that all kinds of kernels must pass."""
     return pytest.mark.gpu(pytest.mark.usefixtures("kernels")(test))

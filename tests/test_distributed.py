@@ -25,7 +25,7 @@ import processes
 import pytest
 import torch
 import torch.distributed
-from inputs import coin, deterministic, drawn, normal, record_calls, saved_tensors
+from inputs import by_error, coin, deterministic, drawn, normal, record_calls, saved_tensors
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -1305,10 +1305,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("error", "call", "message"),
-    [(error, *wrong) for error, of_error in WRONG.items() for wrong in of_error],
-)
+@by_error(WRONG)
 def test_wrong_arguments(error, call, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         call(zeros(2, 12))

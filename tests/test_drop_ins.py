@@ -12,6 +12,7 @@ from inputs import (
     HALVES,
     attention_as_defined,
     bits_equal,
+    by_error,
     coin,
     deterministic,
     drawn,
@@ -560,10 +561,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("error", "call", "message"),
-    [(error, *wrong) for error, of_error in WRONG.items() for wrong in of_error],
-)
+@by_error(WRONG)
 def test_wrong_use(error, call, message):
     with pytest.raises(error, match=message):
         call()

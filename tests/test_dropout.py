@@ -10,7 +10,7 @@ import oracle
 import processes
 import pytest
 import torch
-from inputs import coin, deterministic, drawn, gpu_with_all_kernels, normal, saved_tensors
+from inputs import by_error, coin, deterministic, drawn, gpu_with_all_kernels, normal, saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
@@ -740,10 +740,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("error", "options", "message"),
-    [(error, *wrong) for error, of_error in WRONG.items() for wrong in of_error],
-)
+@by_error(WRONG, "options")
 def test_messages(error, options, message):
     x = torch.zeros(1, 2, 3, 4)
     for function, tensors in ((softmax, [x]), (attention, [x, x, x])):
