@@ -11,6 +11,7 @@ import processes
 import pytest
 import torch
 from inputs import by_error, coin, deterministic, drawn, gpu_with_all_kernels, normal, saved_tensors
+from op_families import dtype_of_attention
 from torch.utils.checkpoint import checkpoint
 
 import megasoftmax
@@ -23,11 +24,6 @@ PROBABILITIES = (0.001, 0.1, 0.25, 0.5, 0.9)
 
 def seed_of(number, device):
     return torch.tensor([number], device=device)
-
-
-def type_on(device):
-    """Of attention: the type with the least precision that runs fused there."""
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 # Read back
@@ -51,7 +47,7 @@ def kept_by_softmax(shape, dropout, seed, device):
 def kept_by_attention(shape, dropout, seed, device, dim=64):
     """Of equal weights, through values that each show one of `dim` keys."""
     batch, heads, queries, keys = shape
-    dtype = type_on(device)
+    dtype = dtype_of_attention(device)
     query = torch.zeros(batch, heads, queries, 16, device=device, dtype=dtype)
     key = torch.zeros(batch, heads, keys, 16, device=device, dtype=dtype)
     found = []
@@ -522,7 +518,7 @@ def test_no_mask_is_kept(device):
 
 def both_functions(device):
     scores = normal(2, 4, 20, 30, device=device)
-    states = [normal(2, 4, 20, 16, device=device, dtype=type_on(device))] * 3
+    states = [normal(2, 4, 20, 16, device=device, dtype=dtype_of_attention(device))] * 3
     return [lambda: softmax(scores, dropout=0.5), lambda: attention(*states, dropout=0.5)]
 
 
@@ -548,7 +544,7 @@ def test_a_seed_leaves_the_generator_alone(device):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_drop_the_same_again(use_reentrant, device):
-    query = normal(1, 2, 20, 16, device=device, dtype=type_on(device)).requires_grad_()
+    query = normal(1, 2, 20, 16, device=device, dtype=dtype_of_attention(device)).requires_grad_()
 
     def layer(query):
         output = attention(query, query, query, dropout=0.5)
@@ -605,7 +601,7 @@ def test_compiled_gradients():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_examples_of_vmap_drop_what_they_would_alone(number, has_ops, device):
-    inputs = normal(3, 2, 2, 20, 16, device=device, dtype=type_on(device))
+    inputs = normal(3, 2, 2, 20, 16, device=device, dtype=dtype_of_attention(device))
     seeds = torch.tensor([[1], [2], [3]], device=device)
 
     def call(x, seed):
@@ -639,7 +635,7 @@ def test_forward_mode():
 
 
 def test_module_drops_in_training_alone(device):
-    query = normal(1, 4, 20, 16, device=device, dtype=type_on(device))
+    query = normal(1, 4, 20, 16, device=device, dtype=dtype_of_attention(device))
     module = FusedAttention(4, causal=True, dropout=0.5)
     assert "dropout=0.5" in repr(module)
     torch.manual_seed(3)

@@ -20,6 +20,7 @@ from inputs import (
     on_all_kernels,
     tensors,
 )
+from op_families import dtype_of_attention
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import megasoftmax
@@ -426,10 +427,6 @@ def functions(through_ops):
     return tuple(functools.partial(each, fused=through_ops) for each in public)
 
 
-def dtype_of(device):
-    return torch.float32 if device == "cpu" else torch.bfloat16
-
-
 def close_on(device):
     """assert_close(found, wanted); kernels have halves."""
     tolerance = {} if device == "cpu" else {"rtol": 0.02, "atol": 0.02}
@@ -440,7 +437,7 @@ def close_on(device):
 def test_vmap(functions, device, batched):
     """Of ranges that each example has, or all share; and gradients of each example."""
     softmax, attention, _ = functions
-    dtype = dtype_of(device)
+    dtype = dtype_of_attention(device)
     scores = normal(3, 2, 4, 5, 13, device=device, dtype=dtype)
     given = [torch.stack([each, -each, 2 * each]) for each in tensors(device, dtype)]
     visible = [
@@ -466,7 +463,7 @@ def test_vmap(functions, device, batched):
 
 def test_vmap_of_a_tile_mask(functions, device):
     _, attention, _ = functions
-    query, key, value = tensors(device, dtype_of(device), lengths=(70, 130))
+    query, key, value = tensors(device, dtype_of_attention(device), lengths=(70, 130))
     queries = torch.stack([query, -query])
     masks = coin(2, 2, 1, 2, 3, device=device)
 
@@ -482,7 +479,7 @@ def test_vmap_of_a_tile_mask(functions, device):
 
 def test_compiled(functions, device):
     softmax, attention, varlen = functions
-    dtype = dtype_of(device)
+    dtype = dtype_of_attention(device)
     scores = normal(2, 4, 70, 90, device=device, dtype=dtype)
     given = tensors(device, dtype, lengths=(70, 90))
     documents = tensors(device, dtype, batch=1, lengths=70)
