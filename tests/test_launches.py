@@ -1,6 +1,7 @@
 """Where calls meet: parts of a GPU, streams and graphs at once, two GPUs, errors, foreign memory.
 
-The calls are those whose blocks wait for each other: over the whole GPU, or in clusters.
+The calls are those whose blocks wait for each other, over the whole GPU or in clusters, and those
+whose launches begin while the one before runs.
 """
 
 import os
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from inputs import bits_equal, coin, normal, tensors
+from inputs import bits_equal, coin, drawn, normal, tensors
 from torch import Tensor
 
 import megasoftmax
@@ -69,8 +70,30 @@ def attention_of_documents(device):
     return lambda: (megasoftmax.attention(q, k, v, **options),)
 
 
+def gradients_beside_a_shared_bias(device):
+    """One block has the keys of a head, and so all of its dQ. Otherwise its bits would vary."""
+    return _gradients(device, (12, 4), (500, 100), 64)
+
+
+def gradients_of_whole_heads_beside_a_shared_bias(device):
+    return _gradients(device, (48, 16), (384, 384), 24)
+
+
+def _gradients(device, leading, lengths, dim):
+    def call():
+        output = megasoftmax.attention(q, k, v, bias=bias, fused=True)
+        return torch.autograd.grad(output, leaves, torch.ones_like(output))
+
+    shapes = [(*leading, length, dim) for length in (*lengths, lengths[1])]
+    shapes.append((1, leading[1], *lengths))
+    leaves = q, k, v, bias = drawn(*shapes, device=device, dtype=torch.bfloat16)
+    return call
+
+
 CALLS = [
     attention_of_documents,
+    gradients_beside_a_shared_bias,
+    gradients_of_whole_heads_beside_a_shared_bias,
     rows_of_millions,
     rows_of_clusters,
     columns_of_clusters,

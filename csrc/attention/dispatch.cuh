@@ -21,10 +21,8 @@ cudaError_t launch_combine(const ForwardLaunch& launch, cudaStream_t stream) {
   const int64_t blocks = divide_up<int64_t>(params.rows(), kWarps / combine_warps(params.splits));
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   const int shared_bytes = kWarps * params.value_dim * static_cast<int>(sizeof(float));
-  return megasoftmax::launch(
-      attention_combine_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kCombineThreads),
-      shared_bytes, may_overlap(current_device()) ? Together::kOverlapping : Together::kNot, 1,
-      stream, params);
+  return megasoftmax::launch(attention_combine_kernel<T>, dim3(static_cast<unsigned>(blocks)),
+                             dim3(kCombineThreads), shared_bytes, overlapping(), 1, stream, params);
 }
 
 // The gradient of a table from sums along diagonals of tiles. Each library has these kernels, and T
@@ -58,7 +56,7 @@ cudaError_t launch_bias_parts(const BackwardLaunch& launch, cudaStream_t stream)
   return launch_flat(attention_bias_parts_kernel<T>,
                      divide_up<int64_t>(params.bias_entries(), entries_of_bias_part_block(params)) *
                          kThreadsOfBiasParts,
-                     kThreadsOfBiasParts, stream, params);
+                     kThreadsOfBiasParts, stream, params, overlapping());
 }
 
 // With as many lanes for a row as it has vectors.
@@ -81,8 +79,10 @@ cudaError_t launch_rows(const BackwardLaunch& launch, cudaStream_t stream) {
 template <class T>
 cudaError_t launch_query_gradient(const BackwardLaunch& launch, cudaStream_t stream) {
   const AttentionBackwardParams& params = launch.params;
+  // It reads sums before it waits. Only launches in order let it begin when the sums are complete.
   return launch_flat(attention_query_gradient_kernel<T>,
-                     params.rows_of_launches() * params.head_dim / 8, 256, stream, params);
+                     params.rows_of_launches() * params.head_dim / 8, 256, stream, params,
+                     sums_bias_in_order(launch) ? overlapping() : Together::kNot);
 }
 
 }  // namespace megasoftmax

@@ -171,11 +171,13 @@ cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream
   MEGASOFTMAX_RETURN_IF_ERROR(call(tiles, keys, stream));
   if (plan.bias_gradient == BiasGradient::kDiagonals)
     MEGASOFTMAX_RETURN_IF_ERROR(call(diagonals, keys, stream));
-  if (params.query_gradient_sum != nullptr)
-    MEGASOFTMAX_RETURN_IF_ERROR(call(query_gradient, keys, stream));
-  if (!is_in_order || params.bias_entries() == 0) return cudaSuccess;
-  MEGASOFTMAX_RETURN_IF_ERROR(call(of_bias, launch, stream));
-  return call(bias_parts, launch, stream);
+  // On Hopper, the launch in order needs no results of tiles, and the one for dQ none of launches
+  // in order. So each begins before the one before has ended, and waits for it before it ends.
+  if (sums_bias_in_order(launch)) {
+    MEGASOFTMAX_RETURN_IF_ERROR(call(of_bias, launch, stream));
+    MEGASOFTMAX_RETURN_IF_ERROR(call(bias_parts, launch, stream));
+  }
+  return params.query_gradient_sum == nullptr ? cudaSuccess : call(query_gradient, keys, stream);
 }
 
 }  // namespace megasoftmax

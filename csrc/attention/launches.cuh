@@ -34,15 +34,20 @@ cudaError_t launch_tiles(void (*kernel)(Params), int64_t tiles, int64_t heads, i
                 params);
 }
 
+// For kernels that call wait_for_launch_before. Hopper's always overlap.
+inline Together overlapping() {
+  return may_overlap(current_device()) ? Together::kOverlapping : Together::kNot;
+}
+
 // Launches a thread for each of `count` items.
 template <class Params>
 cudaError_t launch_flat(void (*kernel)(Params), int64_t count, int threads, cudaStream_t stream,
-                        const Params& params) {
+                        const Params& params, Together together = Together::kNot) {
   if (count <= 0) return cudaSuccess;
   const int64_t blocks = divide_up<int64_t>(count, threads);
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                0, Together::kNot, 1, stream, params);
+                0, together, 1, stream, params);
 }
 
 }  // namespace megasoftmax

@@ -169,6 +169,11 @@ struct Launch {
 using ForwardLaunch = Launch<AttentionForwardParams, ForwardPlan>;
 using BackwardLaunch = Launch<AttentionBackwardParams, BackwardPlan>;
 
+// Whether there is a launch that sums the gradient of the bias in order.
+inline bool sums_bias_in_order(const BackwardLaunch& launch) {
+  return launch.plan.bias_gradient == BiasGradient::kInOrder && launch.params.bias_entries() != 0;
+}
+
 // Whether rows of 16-bit elements begin at multiples of 16 bytes.
 inline bool has_aligned_rows(const Strided& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 &&

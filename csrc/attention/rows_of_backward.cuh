@@ -88,6 +88,7 @@ template <class T, int kLanes>
 __global__ void __launch_bounds__(kThreadsOfRows)
     attention_rows_kernel(const __grid_constant__ AttentionBackwardParams params) {
   if (!kIsAmpere) return;
+  let_next_launch_begin();  // that of whole heads
   constexpr int kRows = kThreadsOfRows / kLanes;
   const int64_t begin = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
   if (params.sections_apart != 0) {
@@ -138,6 +139,8 @@ __global__ void __launch_bounds__(256)
   const int column = static_cast<int>(i - number * vectors) * 8;
   const auto [row, batch, head, query] =
       RowOfLaunch(params, number, params.sections() - params.sections_apart);
+  // They are added up in the L2 cache, and no launch since the zeros has read them. So the
+  // first-level cache has none, though wait_for_launch_before comes later.
   const float* sums = params.query_gradient_sum + row * params.head_dim + column;
   float values[8] = {};
   for (int part = 0; part < params.query_sums; ++part, sums += params.rows() * params.head_dim) {
@@ -148,6 +151,7 @@ __global__ void __launch_bounds__(256)
   for (int j = 0; j < 8; ++j) values[j] *= params.scale;
   T* const out = params.query_gradient.row<T>(batch, head, query);
   *reinterpret_cast<Pack<T, 8>*>(out + column) = Pack<T, 8>::round(values);
+  wait_for_launch_before();
 }
 
 }  // namespace megasoftmax

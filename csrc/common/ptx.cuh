@@ -185,7 +185,9 @@ __device__ inline void clear_and_negate_below(float& first, float& second, float
 
 // Lets the next launch of the stream begin when all blocks have called this or ended, where it is
 // Together::kOverlapping. There, wait_for_launch_before waits until this launch has ended and what
-// it wrote is visible.
+// it wrote is visible. Each overlapping launch waits before it ends, so that whoever waits for it
+// waits for all launches before. If the next one reads what launches further back wrote before it
+// waits, this one waits first and then lets it begin.
 __device__ inline void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

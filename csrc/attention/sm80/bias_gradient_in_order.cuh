@@ -260,6 +260,8 @@ template <class T>
 __global__ void __launch_bounds__(kThreadsOfBiasParts)
     attention_bias_parts_kernel(const __grid_constant__ AttentionBackwardParams params) {
   if (!kIsAmpere) return;
+  wait_for_launch_before();
+  let_next_launch_begin();
   constexpr int kWarps = kThreadsOfBiasParts / 32;
   __shared__ float4 of_warps[kWarps][32];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;

@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(HopperBackwardMemory<kBias, kIndex>::kThreads,
   const BiasGradientSums<kBias> bias_sums(params);
   if (threadIdx.x == 0) memory.init_barriers(bias_sums);
   __syncthreads();
+  let_next_launch_begin();
   if (bias_sums.is_in_cluster) {  // others arrive at its barriers
     arrive_at_cluster();
     wait_for_cluster();

@@ -467,6 +467,8 @@ __global__ void __launch_bounds__(kAttentionHopperHeadsTiles[kIndex].threads(), 
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
   if (threadIdx.x == 0) memory.init_barriers();
   __syncthreads();
+  wait_for_launch_before();
+  let_next_launch_begin();
   if (warpgroup < 0) {
     give_registers<Memory::kTile.kCopierRegisters>();
     if (threadIdx.x < 32) copy_heads<T>(params, maps, memory);

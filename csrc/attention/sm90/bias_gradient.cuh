@@ -523,7 +523,12 @@ __global__ void __launch_bounds__(kAttentionHopperBiasGradientTiles[kIndex].thre
   __syncthreads();
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers()>();
-    if (threadIdx.x == 0) copy_members<kMask>(params, maps, memory);
+    if (threadIdx.x == 0) {
+      copy_members<kMask>(params, maps, memory);
+      // The launch of tiles may still run, see attention_backward. The next one needs its results.
+      wait_for_launch_before();
+      let_next_launch_begin();
+    }
     return;
   }
   take_registers<Memory::kTile.registers>();

@@ -213,7 +213,7 @@ cudaError_t launch_heads_backward(const BackwardLaunch& launch, cudaStream_t str
             make_map_of_bias(maps.bias, params, params.bias, Memory::kQueries));
       return megasoftmax::launch(kernel, dim3(static_cast<unsigned>(launch.plan.blocks)),
                                  dim3(static_cast<unsigned>(launch.plan.threads)), Memory::kBytes,
-                                 Together::kNot, 1, stream, params, maps);
+                                 Together::kOverlapping, 1, stream, params, maps);
     };
     return launch.params.bias.data != nullptr ? launch_with.template operator()<true>()
                                               : launch_with.template operator()<false>();
@@ -247,8 +247,8 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
             make_narrow_maps(maps, params, Memory::kQueries, Memory::kKeys, Memory::kRowBytes));
         MEGASOFTMAX_RETURN_IF_ERROR(make_map_of_bias(maps.bias, params, params.bias, 64));
         return megasoftmax::launch(kernel, dim3(static_cast<unsigned>(blocks)),
-                                   dim3(Memory::kTile.threads()), Memory::kBytes, Together::kNot, 1,
-                                   stream, params, maps);
+                                   dim3(Memory::kTile.threads()), Memory::kBytes,
+                                   Together::kOverlapping, 1, stream, params, maps);
       });
 }
 
