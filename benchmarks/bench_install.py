@@ -59,7 +59,11 @@ CALLS = {
 }
 # Name of a first call -> groups of kernels that it compiles.
 GROUPS = dict(
-    zip(CALLS, ("softmax", "topk_tiles", "attention", "attention attention_biased"), strict=True)
+    zip(
+        CALLS,
+        ("softmax", "topk_tiles", "attention_steps attention", "attention_steps attention_biased"),
+        strict=True,
+    )
 )
 ARCHITECTURES = ("8.6", "9.0a")
 BUILD = """

@@ -853,9 +853,11 @@ def test_each_launcher_is_registered_once_and_in_the_library_where_it_is_looked_
     split = [path for name in libraries for path in extension.sources(name)]
     assert {*split} == {*extension.sources()}
     assert all(split.count(path) == 1 for path in files)
-    assert extension.library_of("attention_bias_parts_tf32") == "attention_tf32"
+    assert extension.library_of("attention_steps_bias_parts_tf32") == "attention_steps_tf32"
     biased = extension.library_of("attention_biased_hopper_forward_float16")
     assert biased == "attention_biased_float16"
+    table = extension.library_of("attention_biased_hopper_table_backward_float16")
+    assert table == "attention_biased_hopper_table_float16"
     capped = extension.library_of("attention_capped_hopper_forward_float16")
     assert capped == "attention_capped_float16"
     assert extension.library_of("topk_tiles_forward_float16") == "topk_tiles_float16"

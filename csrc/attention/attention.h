@@ -35,10 +35,12 @@ struct MergeParams {
 // Output and statistics become those over the keys of both. The output may be float32.
 cudaError_t attention_merge(const MergeParams& params, cudaStream_t stream);
 
+// Whether Hopper's kernels were compiled for this GPU.
+bool has_hopper_code();
+
 // Types of launchers, see common/kernels.h.
 using AttentionForwardLauncher = cudaError_t(const ForwardLaunch&, cudaStream_t);
 using AttentionBackwardLauncher = cudaError_t(const BackwardLaunch&, cudaStream_t);
-using HasHopperCode = bool();  // whether Hopper's kernels were compiled for this GPU
 
 // A launch is planned once. The plan tells the workspace, which the caller gives by
 // `launch.set_workspace`, and whether a block mask of ranges is read. The layout of

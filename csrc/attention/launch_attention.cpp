@@ -35,19 +35,18 @@ Launchers<Forward> heads_forward("attention_biased_hopper_heads_forward");
 Launchers<Forward> portable_forward("attention_portable_forward");
 Launchers<Forward> biased_forward("attention_biased_forward");
 Launchers<Forward> capped_forward("attention_capped_forward");
-Launchers<Forward> combine("attention_combine");
+Launchers<Forward> combine("attention_steps_combine");
 Launchers<Backward> heads_backward("attention_hopper_heads_backward");
 Launchers<Backward> portable_backward("attention_portable_backward");
 Launchers<Backward> biased_backward("attention_biased_backward");
 Launchers<Backward> biased_dense_backward("attention_biased_dense_backward");
 Launchers<Backward> capped_backward("attention_capped_backward");
-Launchers<Backward> rows("attention_rows");
-Launchers<Backward> diagonals("attention_diagonals");
-Launchers<Backward> query_gradient("attention_query_gradient");
+Launchers<Backward> rows("attention_steps_rows");
+Launchers<Backward> diagonals("attention_steps_diagonals");
+Launchers<Backward> query_gradient("attention_steps_query_gradient");
 Launchers<Backward> bias_gradient("attention_biased_bias_gradient");
 Launchers<Backward> hopper_bias_gradient("attention_biased_hopper_bias_gradient");
-Launchers<Backward> bias_parts("attention_bias_parts");
-Launchers<HasHopperCode> has_hopper_code("attention_hopper_code");
+Launchers<Backward> bias_parts("attention_steps_bias_parts");
 
 Launchers<Forward>& tile_launchers(const ForwardLaunch& launch) {
   const auto& [params, plan] = launch;
@@ -87,7 +86,7 @@ template <class Params>
 auto code_for(const Params& params) {
   return [&params](Sm90) {
     return !are_portable_alone && params.rows() != 0 && params.query.type != DType::kFloat32 &&
-           has_hopper_code.of(params.query.type)();
+           has_hopper_code();
   };
 }
 
@@ -136,15 +135,16 @@ cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream
   if (!is_valid(launch.params) || is_wide(launch.params)) return cudaErrorInvalidValue;
   const BackwardPlan& plan = launch.plan;
   if (plan.kernel == BackwardKernel::kSmall) {
+    const bool adds_parts = plan.bias_gradient != BiasGradient::kNone && plan.in_order.parts > 1;
+    if (adds_parts) launcher_for(launch.params, bias_parts);  // as in attention_forward
     MEGASOFTMAX_RETURN_IF_ERROR(call(tile_launchers(launch), launch, stream));
-    return plan.bias_gradient == BiasGradient::kNone ? cudaSuccess
-                                                     : call(bias_parts, launch, stream);
+    return adds_parts ? call(bias_parts, launch, stream) : cudaSuccess;
   }
   const bool is_in_order = plan.bias_gradient == BiasGradient::kInOrder;
   Launchers<Backward>& of_bias =
       plan.in_order.backend == BackendId::kSm90 ? hopper_bias_gradient : bias_gradient;
   Launchers<Backward>& tiles = tile_launchers(launch);
-  // As in attention_forward. Other launchers are in the library of rows.
+  // As in attention_forward. Other launchers are in the library of rows, attention_steps.
   launcher_for(launch.params, tiles);
   launcher_for(launch.params, rows);
   if (is_in_order) launcher_for(launch.params, of_bias);

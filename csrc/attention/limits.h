@@ -28,8 +28,8 @@ inline constexpr int kSmallMaxSpilledBytes = 800;
 // What a thread may spill in kernels of float32. At a head dimension of 64 the backward pass spills
 // a part of its sums while it makes scores.
 inline constexpr int kFloatMaxSpilledBytes = 480;
-// Bytes of shared memory that a kernel declares itself. Only the kernels of block masks and the one
-// that adds up parts of a gradient of a bias do, and they use no other.
+// Bytes of shared memory that a kernel declares itself. Only the kernels of block masks, the one
+// that adds up parts of a gradient of a bias and that of hopper_code.cu do, and they use no other.
 inline constexpr int kAttentionMaxDeclaredBytes = 4096;
 
 // A block of the portable forward has queries, and takes one tile of keys after the other.

@@ -245,8 +245,11 @@ OPERATORS = "operators"
 # Each prefix of launchers' names has one library of kernels for each element type. The longest
 # prefix that fits counts.
 _GROUPS = (
-    *("attention", "attention_biased", "attention_capped", "columns", "softmax"),
-    *("softmax_biased", "softmax_capped", "softmax_dropout", "topk", "topk_capped", "topk_tiles"),
+    *("attention", "attention_biased", "attention_biased_hopper_table", "attention_capped"),
+    "attention_hopper_heads",
+    "attention_steps",  # launches before and after those of tiles
+    *("columns", "softmax", "softmax_biased", "softmax_capped", "softmax_dropout"),
+    *("topk", "topk_capped", "topk_tiles"),
 )
 # Every library of kernels has these files, too.
 _COMMON = ("common/device.cu", "common/kernels.cpp")

@@ -1,8 +1,6 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-const Registration<__nv_bfloat16, HasHopperCode> has_code("attention_hopper_code",
-                                                          has_hopper_code<__nv_bfloat16>);
 const Registration<__nv_bfloat16, AttentionForwardLauncher> registration(
     "attention_hopper_forward", launch_hopper_forward<__nv_bfloat16, HopperBias::kNone>);
 }  // namespace megasoftmax

@@ -1,8 +1,6 @@
 #include "../sm90/dispatch.cuh"
 
 namespace megasoftmax {
-const Registration<__half, HasHopperCode> has_code("attention_hopper_code",
-                                                   has_hopper_code<__half>);
 const Registration<__half, AttentionForwardLauncher> registration(
     "attention_hopper_forward", launch_hopper_forward<__half, HopperBias::kNone>);
 }  // namespace megasoftmax

@@ -16,18 +16,6 @@
 
 namespace megasoftmax {
 
-// Whether the kernel was compiled for 9.0a. In code for other architectures it has no body, and so
-// few registers.
-template <class Kernel>
-bool is_compiled(Kernel* kernel) {
-  constexpr int kRegistersOfNothing = 32;
-  cudaFuncAttributes attributes{};
-  if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess)
-    return attributes.numRegs > kRegistersOfNothing;
-  cudaGetLastError();  // the kernels of all architectures are left
-  return false;
-}
-
 // Launches so many blocks of a forward kernel for the tiles of all heads and batches.
 template <class Maps>
 cudaError_t launch_with_maps(void (*kernel)(AttentionForwardParams, Maps), int64_t tiles,
@@ -121,14 +109,6 @@ cudaError_t launch_hopper_forward(const ForwardLaunch& launch, cudaStream_t stre
   const HopperBias bias = hopper_bias(launch.params, kAttentionHopperTiles[launch.plan.tile]);
   return with_one_of<kBiases...>(
       bias, [&]<HopperBias kBias>() { return launch_forward_with<T, kBias>(launch, stream); });
-}
-
-// All files have code for the same GPUs, so one kernel speaks for all.
-template <class T>
-bool has_hopper_code() {
-  static const bool is_there =
-      is_compiled(attention_hopper_forward_kernel<T, HopperBias::kNone, HopperMask::kNone, 0>);
-  return is_there;
 }
 
 template <class T>
