@@ -59,7 +59,7 @@ TOOLS = {
 }
 FOUND = 86  # the exit status of compute-sanitizer after a finding
 FIRST_PORT, PORTS = 49152, 16  # of a process of compute-sanitizer
-NEVER_LAUNCHED = ("probe",)  # device.cu asks the driver about it
+NEVER_LAUNCHED = ("probe", "hopper_code_kernel")  # the driver is asked about them
 
 
 # Kernels

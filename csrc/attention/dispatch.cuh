@@ -25,8 +25,8 @@ cudaError_t launch_combine(const ForwardLaunch& launch, cudaStream_t stream) {
                              dim3(kCombineThreads), shared_bytes, overlapping(), 1, stream, params);
 }
 
-// The gradient of a table from sums along diagonals of tiles. Each library has these kernels, and T
-// is there for the name alone.
+// The gradient of a table from sums along diagonals of tiles. Each library of steps has these
+// kernels, and T is there for the name alone.
 template <class T>
 cudaError_t launch_diagonals(const BackwardLaunch& launch, cudaStream_t stream) {
   const AttentionBackwardParams& params = launch.params;
