@@ -89,12 +89,11 @@ def triangle_attention(
     elif kv_lengths is not None:
         visible = None, _with_batch("kv_lengths", kv_lengths, batch).squeeze(-1)
     options: dict[str, Any] = {"bias": bias, "mask": excluded, "scale": scale, "visible": visible}
-    try:
-        if not return_aux:
-            return megasoftmax.attention(q, k, v, **options)
-        output, lse = megasoftmax.attention(q, k, v, **options, return_lse=True)
-    except (TypeError, ValueError) as error:
-        raise checks.renamed(error, _NAMES) from None
+    options["return_lse"] = return_aux
+    found = checks.called(_NAMES, megasoftmax.attention, q, k, v, **options)
+    if not return_aux:
+        return found
+    output, lse = found
     if visible is not None:
         keys = torch.arange(k.shape[-2], device=k.device)
         excluded = keys >= visible[1][..., None]

@@ -80,10 +80,8 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  # DeepSpeed's name
         check_companion(name, bias, "Q", Q, shape)
     bias, mask = bias_and_mask(biases, first_is_mask)
     query, key, value = (each.transpose(-2, -3) for each in (Q, K, V))
-    try:
-        output = megasoftmax.attention(query, key, value, bias=bias, mask=mask)
-    except (TypeError, ValueError) as error:
-        raise checks.renamed(error, _NAMES) from None
+    given = {"bias": bias, "mask": mask}
+    output = checks.called(_NAMES, megasoftmax.attention, query, key, value, **given)
     return output.transpose(-2, -3)
 
 

@@ -24,7 +24,6 @@ What differs from flash-attn:
 Source: Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691, and the docstrings of flash-attn.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,7 +101,7 @@ def flash_attn_func(
     batch, queries, heads, _ = q.shape
     options["bias"] = _alibi(alibi_slopes, ((heads,), (batch, heads)), queries, k.shape[1])
     tensors = (each.transpose(1, 2) for each in (q, k, v))
-    found = _called(_NAMES, megasoftmax.attention, *tensors, **options)
+    found = checks.called(_NAMES, megasoftmax.attention, *tensors, **options)
     if not return_attn_probs:
         return found.transpose(1, 2)
     output, lse = found
@@ -170,7 +169,7 @@ def flash_attn_varlen_func(
         )
     options["bias"] = _alibi(alibi_slopes, ((heads,),), tokens, tokens)
     given = q, k, v, cu_seqlens_q, cu_seqlens_k
-    found = _called(_NAMES, megasoftmax.attention_varlen, *given, **options)
+    found = checks.called(_NAMES, megasoftmax.attention_varlen, *given, **options)
     return (*found, None) if return_attn_probs else found
 
 
@@ -189,7 +188,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any)
     The options are those of `flash_attn_func` from dropout_p on, in the same order.
     """
     k, v = _unpacked("kv", kv, "batch, tokens", 2)
-    return _called(_NAMES_OF_KV, flash_attn_func, q, k, v, *options, **named)
+    return checks.called(_NAMES_OF_KV, flash_attn_func, q, k, v, *options, **named)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -203,7 +202,7 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = _unpacked("qkv", qkv, "tokens", 3)
     given = q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     names = {"cu_seqlens_q": "cu_seqlens"}
-    return _called(names, flash_attn_varlen_func, *given, *options, **named)
+    return checks.called(names, flash_attn_varlen_func, *given, *options, **named)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
@@ -213,7 +212,7 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **name
     from cu_seqlens_q on, in the same order.
     """
     k, v = _unpacked("kv", kv, "tokens", 2)
-    return _called(_NAMES_OF_KV, flash_attn_varlen_func, q, k, v, *options, **named)
+    return checks.called(_NAMES_OF_KV, flash_attn_varlen_func, q, k, v, *options, **named)
 
 
 def _options(
@@ -242,16 +241,6 @@ def _options(
         "dropout": dropout_p,
         "return_lse": return_attn_probs,
     }
-
-
-def _called(
-    names: dict[str, str], function: Callable[..., Any], /, *given: Any, **named: Any
-) -> Any:
-    """What the function returns; its errors have these names of arguments."""
-    try:
-        return function(*given, **named)
-    except (TypeError, ValueError) as error:
-        raise checks.renamed(error, names) from None
 
 
 def _alibi(

@@ -212,11 +212,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         if reasons:
             mask = None  # of any shape that `mask_func` takes
         options = self._options_of_call(input, mask, softmax_offset)
-        try:
-            others = why_not_fused(softmax, input, **options)
-        except (TypeError, ValueError) as error:
-            raise checks.renamed(error, _NAMES) from None
-        return (*reasons, *others)
+        return (*reasons, *checks.called(_NAMES, why_not_fused, softmax, input, **options))
 
     def _options_of_call(
         self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None
@@ -384,10 +380,7 @@ class SoftmaxOne(torch.nn.Module):
             TypeError, ValueError: as `forward` would.
         """
         scores, sink = self._scores_and_sink(x)
-        try:
-            return why_not_fused(softmax, scores, sink=sink)
-        except (TypeError, ValueError) as error:
-            raise checks.renamed(error, _NAMES_OF_ONE) from None
+        return checks.called(_NAMES_OF_ONE, why_not_fused, softmax, scores, sink=sink)
 
     def extra_repr(self) -> str:
         offset = self.denominator_offset
