@@ -142,7 +142,7 @@ def explain_attention(
     if len(given) > 1:
         raise ValueError(f"{given[1]}: a call has one bias, and {given[0]} is one")
     least = kernel_limits().attention["kLeastMajor"]
-    device = device_of(gpu, multiprocessors, None, shared_bytes, major)
+    device = device_of(gpu, multiprocessors=multiprocessors, shared_bytes=shared_bytes, major=major)
     if device.major < least:
         raise ValueError(
             f"major: expected at least {least}, the first with kernels, got {device.major}, of "

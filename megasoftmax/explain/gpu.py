@@ -151,21 +151,9 @@ def _limits(capability: tuple[int, int]) -> GpuLimits:
     return (found or kernel_limits().gpus)[-1]
 
 
-def device_of(
-    gpu: Gpu | str,
-    multiprocessors: int | None,
-    max_cluster: int | None,
-    shared_bytes: int | None,
-    major: int | None = None,
-) -> Gpu:
-    """A GPU or the one of a name, with what is given in place of its own."""
+def device_of(gpu: Gpu | str, **given: int | None) -> Gpu:
+    """A GPU or the one of a name, with the numbers that are not None in place of its own."""
     found = gpu_named(gpu) if isinstance(gpu, str) else gpu
-    given = {
-        "multiprocessors": multiprocessors,
-        "max_cluster": max_cluster,
-        "shared_bytes": shared_bytes,
-        "major": major,
-    }
     changes = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
 

@@ -104,7 +104,9 @@ def explain(
     limits = window_of(causal, window)
     _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
     table = kernel_limits().backward if backward else kernel_limits().forward
-    device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
+    device = device_of(
+        gpu, multiprocessors=multiprocessors, max_cluster=max_cluster, shared_bytes=shared_bytes
+    )
     plans()  # which reads what was measured
     measured = tuned.of_gpu(device.name)
     if measured is not None:

@@ -77,7 +77,9 @@ def explain_topk(
     if router:
         options = {"masked": masked, "softcap": softcap, "limits": limits}
         _check_router(columns, k, dtype, options)
-    device = device_of(gpu, multiprocessors, max_cluster, shared_bytes)
+    device = device_of(
+        gpu, multiprocessors=multiprocessors, max_cluster=max_cluster, shared_bytes=shared_bytes
+    )
     answer = ask(
         "megasoftmax_topk_plan",
         device,
