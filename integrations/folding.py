@@ -49,6 +49,7 @@ _NOT_SERVED = {
 class _PairBias(nn.Module):
     """Boltz's attention of samples, of which `multiplicity` neighbours share a bias."""
 
+    needs = ("proj_q", "proj_k", "proj_v", "proj_z", "proj_g", "proj_o", "head_dim")
     upcast = True
     num_heads: int
     head_dim: int
@@ -90,6 +91,7 @@ class _PairBias(nn.Module):
 class _OfOpenFold(nn.Module):
     """What OpenFold's attention and its descendants in Boltz and Protenix have in common."""
 
+    needs = ("_prep_qkv", "_wrap_up", "c_hidden")
     c_hidden: int
     _prep_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]]
     _wrap_up: Callable[[Tensor, Tensor], Tensor]
@@ -155,18 +157,12 @@ class _Protenix(_OfOpenFold):
         return self.attend(q_x, kv_x, *bias_and_mask(biases or [], first_is_mask=True))
 
 
-_SERVED: dict[str, type[nn.Module]] = {
+_Ours = _PairBias | _OfOpenFold  # `needs` names what a layer must have
+_SERVED: dict[str, type[_Ours]] = {
     "boltz.model.layers.attentionv2.AttentionPairBias": _PairBias,
     "boltz.model.layers.triangular_attention.primitives.Attention": _BoltzTriangle,
     "openfold3.core.model.primitives.attention.Attention": _OpenFold3,
     "protenix.model.triangular.layers.Attention": _Protenix,
-}
-_OF_OPENFOLD = ("_prep_qkv", "_wrap_up", "c_hidden")
-_HAVE: dict[type[nn.Module], tuple[str, ...]] = {
-    _PairBias: ("proj_q", "proj_k", "proj_v", "proj_z", "proj_g", "proj_o", "head_dim"),
-    _BoltzTriangle: _OF_OPENFOLD,
-    _OpenFold3: _OF_OPENFOLD,
-    _Protenix: _OF_OPENFOLD,
 }
 
 
@@ -230,7 +226,7 @@ def patch_model(model: nn.Module, *, strict: bool = True, upcast: bool = True) -
             f"model: expected layers that can be served, got {type(model).__name__}; strict=False "
             f"leaves those that cannot as they are:\n{reasons}"
         )
-    if not any(isinstance(layer, tuple(_HAVE)) for layer in model.modules()) and not changes:
+    if not any(isinstance(layer, _Ours) for layer in model.modules()) and not changes:
         raise ValueError(
             f"model: expected one with {', '.join(_SERVED)}, got {type(model).__name__}"
         )
@@ -260,10 +256,10 @@ def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _why_not(layer: nn.Module, ours: type[nn.Module]) -> str | None:
+def _why_not(layer: nn.Module, ours: type[_Ours]) -> str | None:
     if "forward" in vars(layer):
         return "its forward was replaced"
-    for name in _HAVE[ours]:
+    for name in ours.needs:
         if not hasattr(layer, name):
             return f"it has no {name}, which versions that are known have"
     known = inspect.signature(ours.forward).parameters
@@ -274,13 +270,12 @@ def _why_not(layer: nn.Module, ours: type[nn.Module]) -> str | None:
 
 
 def _served(layer: nn.Module, why_not: str) -> Served:
-    if not isinstance(layer, tuple(_HAVE)):
+    if not isinstance(layer, _Ours):
         why_not = "MEGASOFTMAX_DISABLE=1" if is_disabled() else why_not
         return Served("unchanged", _NOT_SERVED.get(_name_of(type(layer)), why_not))
     if isinstance(layer, _PairBias):
         query = like_query(layer, layer.head_dim, torch.float32 if layer.upcast else None)
     else:
-        assert isinstance(layer, _OfOpenFold)
         query = like_query(layer, layer.c_hidden)
     reasons = megasoftmax.why_not_fused(megasoftmax.attention, query, query, query)
     return Served.by(reasons, otherwise="reference")
