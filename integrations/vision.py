@@ -6,7 +6,7 @@ attention interface with the sum of bias and mask, which this avoids; the others
 Data2VecVision attends to all tokens, as BEiT does, which needs no subclass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,11 @@ class MegasoftmaxSwinAttention(OrFamily, SwinAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> _Result:
-        query, key, value = (
-            in_heads(linear(hidden_states), self.head_dim)
-            for linear in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = self.q_proj, self.k_proj, self.v_proj
         output, probabilities = _attend(
             function,
             self,
-            (query, key, value),
+            [in_heads(project(hidden_states), self.head_dim) for project in projections],
             self.relative_position_bias()[0],
             attention_mask,
             dropout=self.attention_dropout,
@@ -177,7 +174,7 @@ class MegasoftmaxData2VecVisionSdpaAttention(_AllTokens, Data2VecVisionSdpaSelfA
 def _attend(
     function: _Function,
     layer: Any,
-    tensors: tuple[Tensor, Tensor, Tensor],
+    tensors: Sequence[Tensor],
     bias: Tensor,
     mask: Tensor | None,
     **options: Any,
@@ -193,11 +190,9 @@ def _attend(
     keep = None
     if mask is not None:
         keep = visible_in_windows(mask)
-        query, key, value = (in_windows(tensor, mask) for tensor in tensors)
-    else:
-        query, key, value = tensors
+        tensors = [in_windows(tensor, mask) for tensor in tensors]
     output, probabilities = function(
-        layer, query, key, value, keep, position_bias=bias, is_causal=False, **options
+        layer, *tensors, keep, position_bias=bias, is_causal=False, **options
     )
     if mask is not None:
         output = output.flatten(0, 1)
