@@ -342,10 +342,7 @@ def why_not_attention(
     """
     dropout = dropout if module.training else 0.0
     key, value, options = _read(module, query, key, value, attention_mask, dropout, **kwargs)
-    reasons = tuple(
-        megasoftmax.Reason(constraint, actual, limit)
-        for constraint, actual, limit in _against_attention(module, kwargs)
-    )
+    reasons = tuple(megasoftmax.Reason(*each) for each in _against_attention(module, kwargs))
     tensors = as_autocast(query, key, value)
     dtypes = [str(tensor.dtype) for tensor in tensors]
     if len(set(dtypes)) > 1:
