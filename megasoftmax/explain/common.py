@@ -7,6 +7,7 @@ import torch
 
 from megasoftmax.build import library
 from megasoftmax.explain.gpu import LAUNCH_MICROSECONDS, Gpu
+from megasoftmax.limits import kernel_limits
 from megasoftmax.options import Window
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -46,6 +47,13 @@ def check_call(counts: dict[str, int], dtype: torch.dtype, limits: Window = (-1,
         raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
     if min(limits) < -1:
         raise ValueError(f"window: expected sides of -1 (no limit) or more, got {limits}")
+
+
+def check_index(largest: int) -> None:
+    """Raises a ValueError for more rows or columns than kernels count."""
+    most = kernel_limits().max_index
+    if largest > most:
+        raise ValueError(f"rows and columns: the kernels take at most {most:,} of them")
 
 
 def ask(function: str, gpu: Gpu, **call: int) -> dict[str, list[str]]:

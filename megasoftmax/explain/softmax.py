@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from megasoftmax.build import tuned
-from megasoftmax.explain.common import Moved, ask, check_call, plans, visible_entries, window_of
+from megasoftmax.explain.common import (
+    Moved,
+    ask,
+    check_call,
+    check_index,
+    plans,
+    visible_entries,
+    window_of,
+)
 from megasoftmax.explain.gpu import H200, Gpu, device_of
 from megasoftmax.limits import RowRegime, kernel_limits
 from megasoftmax.options import Window
@@ -102,7 +110,13 @@ def explain(
     """
     queries = rows if queries is None else queries
     limits = window_of(causal, window)
-    _check(rows, columns, dtype, queries, limits, bias_gradient, backward)
+    check_call({"rows": rows, "columns": columns, "queries": queries}, dtype, limits)
+    if rows % queries != 0:
+        raise ValueError(f"queries: expected a divisor of the {rows} rows, got {queries}")
+    if bias_gradient and not backward:
+        raise ValueError("bias_gradient: only the backward pass computes it")
+    reach = 2 * columns + queries if max(limits) >= 0 else columns
+    check_index(max(rows // queries, queries, reach))
     table = kernel_limits().backward if backward else kernel_limits().forward
     device = device_of(
         gpu, multiprocessors=multiprocessors, max_cluster=max_cluster, shared_bytes=shared_bytes
@@ -194,28 +208,6 @@ def _in_words(obstacles: int, regime: RowRegime, kind: str, device: Gpu) -> list
     if obstacles & 16:
         why.append(f"wants more than {device.shared_bytes:,} bytes of shared memory")
     return why
-
-
-def _check(
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    queries: int,
-    limits: Window,
-    bias_gradient: bool,
-    backward: bool,
-) -> None:
-    check_call({"rows": rows, "columns": columns, "queries": queries}, dtype, limits)
-    if rows % queries != 0:
-        raise ValueError(f"queries: expected a divisor of the {rows} rows, got {queries}")
-    if bias_gradient and not backward:
-        raise ValueError("bias_gradient: only the backward pass computes it")
-    is_limited = max(limits) >= 0
-    reach = 2 * columns + queries if is_limited else columns
-    if max(rows // queries, queries, reach) > kernel_limits().max_index:
-        raise ValueError(
-            f"rows and columns: the kernels take at most {kernel_limits().max_index:,} of them"
-        )
 
 
 def _reasons(

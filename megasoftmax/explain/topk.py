@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasoftmax.explain.common import Moved, ask, check_call
+from megasoftmax.explain.common import Moved, ask, check_call, check_index
 from megasoftmax.explain.gpu import H200, Gpu, device_of
 from megasoftmax.limits import kernel_limits
 
@@ -73,7 +73,11 @@ def explain_topk(
         ValueError: an argument is no such number or dtype, or the kernels do not serve the call.
         BuildError: there is no compiled part and no C++ compiler.
     """
-    _check(rows, columns, k, dtype)
+    check_call({"rows": rows, "columns": columns, "k": k}, dtype)
+    most = min(columns, kernel_limits().topk["kMaxK"])
+    if k > most:
+        raise ValueError(f"k: expected at most {most}, got {k}")
+    check_index(max(rows, columns))
     if router:
         options = {"masked": masked, "softcap": softcap, "limits": limits}
         _check_router(columns, k, dtype, options)
@@ -143,14 +147,3 @@ def _check_router(columns: int, k: int, dtype: torch.dtype, options: dict[str, b
     for name, is_given in options.items():
         if is_given:
             raise ValueError(f"{name}: expected False with router, got True")
-
-
-def _check(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
-    check_call({"rows": rows, "columns": columns, "k": k}, dtype)
-    most = min(columns, kernel_limits().topk["kMaxK"])
-    if k > most:
-        raise ValueError(f"k: expected at most {most}, got {k}")
-    if max(rows, columns) > kernel_limits().max_index:
-        raise ValueError(
-            f"rows and columns: the kernels take at most {kernel_limits().max_index:,} of them"
-        )
