@@ -1,6 +1,21 @@
 """Faults of public functions that soak and check must find: each calls the function otherwise."""
 
+import functools
+
 import torch
+
+import megasoftmax
+
+
+def plant_options(monkeypatch, function, **changed):
+    """Lets that function of megasoftmax compute with other options than it is given."""
+    original = getattr(megasoftmax, function)
+
+    def faulty(*tensors, **given):
+        return original(*tensors, **(given | changed))
+
+    faulty.why_not_fused = functools.partial(megasoftmax.why_not_fused, original)
+    monkeypatch.setattr(megasoftmax, function, faulty)
 
 
 def without(name):

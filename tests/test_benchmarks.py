@@ -16,11 +16,10 @@ import bench_reference
 import bench_training
 import training_cases
 import training_others
+from faults import plant_options
 from measured import WITHOUT_ATTENTION
 from tables import generation_table, training_table
 from training_cases import cases
-
-import megasoftmax
 
 GRADIENTS = {"weight": torch.tensor([3.0, 4.0])}
 
@@ -102,12 +101,6 @@ def test_model_without_attention_gets_it_back():
     assert training.gradients("eager")[0] == before
 
 
-def plant(monkeypatch, function, fault):
-    """Lets that function of megasoftmax compute with other options."""
-    original = getattr(megasoftmax, function)
-    monkeypatch.setattr(megasoftmax, function, lambda *t, **given: original(*t, **(given | fault)))
-
-
 @pytest.mark.parametrize(
     ("fault", "only", "parameter"),
     [
@@ -124,7 +117,7 @@ def plant(monkeypatch, function, fault):
 )
 def test_wrong_implementation_is_named_and_not_timed(fault, only, parameter, tmp_path, monkeypatch):
     for name in ("softmax", "attention"):
-        plant(monkeypatch, name, fault)
+        plant_options(monkeypatch, name, **fault)
     out = tmp_path / "training.csv"
     with pytest.raises(SystemExit, match=f"megasoftmax: wrong: the gradient of .*{parameter}"):
         run(out, only)

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from faults import plant_options
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-import megasoftmax
 from megasoftmax.integrations import transformers as integration
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -227,21 +227,16 @@ def test_triangle_attention_keeps_no_scores(run):
 def test_fault_is_noticed(example, run, monkeypatch):
     fault, arguments, verdict = FAULTS[example]
     if callable(fault):
-        owner, name = integration, "attention_forward"
         original = integration.attention_forward
 
         def faulty(module, query, key, value, mask, **options):
             mask, options = fault(mask, options)
             return original(module, query, key, value, mask, **options)
+
+        monkeypatch.setattr(integration, "attention_forward", faulty)
     else:
-        owner, (name, changed) = megasoftmax, fault
-        original = getattr(megasoftmax, name)
-
-        def faulty(*tensors, **given):
-            return original(*tensors, **(given | changed))
-
-        faulty.why_not_fused = functools.partial(megasoftmax.why_not_fused, original)
-    monkeypatch.setattr(owner, name, faulty)
+        function, changed = fault
+        plant_options(monkeypatch, function, **changed)
     output = run(example, "--device=cpu", *TINY, *arguments, code=1)
     assert verdict in output
     assert example not in COMPARISONS or COMPARISONS[example][1] not in output
@@ -363,13 +358,9 @@ def test_fault_of_a_ring_is_noticed(run, monkeypatch):
     """Of one process, whose ring is not causal."""
     message = "run it with torchrun --standalone --nproc-per-node 2"
     assert message in run("train_ring.py", code=1)
-    original, begin = megasoftmax.ring_attention, torch.distributed.init_process_group
+    begin = torch.distributed.init_process_group
     alone = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(torch.distributed, "init_process_group", functools.partial(begin, **alone))
-    monkeypatch.setattr(
-        megasoftmax,
-        "ring_attention",
-        lambda *tensors, **options: original(*tensors, **(options | {"causal": False})),
-    )
+    plant_options(monkeypatch, "ring_attention", causal=False)
     assert "the losses DIFFER" in run("train_ring.py", code=1)

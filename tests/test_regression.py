@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import plant_options
 from inputs import command
 
 pytest.importorskip("transformers")
@@ -99,12 +100,7 @@ def test_other_implementations_and_types_pass(family, candidate, dtype, device):
 
 
 def test_kernels_are_counted(through_ops, monkeypatch):
-    softmax = megasoftmax.softmax
-    monkeypatch.setattr(
-        megasoftmax,
-        "softmax",
-        lambda *args, **given: softmax(*args, **given | {"fused": through_ops}),
-    )
+    plant_options(monkeypatch, "softmax", fused=through_ops)
     report = run("bert", candidate=integration.SOFTMAX_NAME)
     assert report.passed, report.failures[0]
     layers = {"megasoftmax::softmax_forward": 2, "megasoftmax::softmax_backward": 2}
