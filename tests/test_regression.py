@@ -160,6 +160,13 @@ def register_faulty(forward=integration.attention_forward, make_mask=integration
     AttentionMaskInterface.register("faulty", make_mask)
 
 
+def run_faulty(
+    model, forward=integration.attention_forward, make_mask=integration.make_mask, **settings
+):
+    register_faulty(forward, make_mask)
+    return run(model, candidate="faulty", **settings)
+
+
 @pytest.fixture(autouse=True)
 def _unregistered():
     yield
@@ -168,8 +175,7 @@ def _unregistered():
 
 def test_each_model_trains_freely():
     """As in a loop of its own: neither the other two nor the comparison leave a trace."""
-    register_faulty(swapped_heads)
-    report = run("llama", candidate="faulty", learning_rate=0.01)
+    report = run_faulty("llama", swapped_heads, learning_rate=0.01)
     assert report.repeated == [0, 1, 2]
     for name, training in (("eager", report.baseline), ("faulty", report.candidate)):
         torch.manual_seed(0)
@@ -189,8 +195,7 @@ def test_each_model_trains_freely():
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "t5", "bert", "opt"])
 def test_dropped_padding_is_caught(family, device):
-    register_faulty(make_mask=without_padding)
-    report = run(family, candidate="faulty", dtype="bf16", device=device)
+    report = run_faulty(family, make_mask=without_padding, dtype="bf16", device=device)
     failed = [failure for failure in report.failures if failure.quantity == "gradient"]
     assert {failure.step for failure in failed} == {0}  # the padded one
     assert report.repeated == [0]
@@ -198,8 +203,7 @@ def test_dropped_padding_is_caught(family, device):
 
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
 def test_window_off_by_one_is_caught(family, device):
-    register_faulty(narrow_window)
-    report = run(family, candidate="faulty", dtype="bf16", device=device)
+    report = run_faulty(family, narrow_window, dtype="bf16", device=device)
     assert report.failures[0].quantity == "gradient"
     assert any(".self_attn." in (failure.parameter or "") for failure in report.failures)
 
@@ -209,8 +213,7 @@ def test_window_off_by_one_is_caught(family, device):
     [("gpt_oss", "s_aux", "sinks"), ("t5", "position_bias", "relative_attention_bias.weight")],
 )
 def test_missing_gradient_is_caught_and_named(family, argument, parameter, device):
-    register_faulty(detached(argument))
-    report = run(family, candidate="faulty", dtype="bf16", device=device)
+    report = run_faulty(family, detached(argument), dtype="bf16", device=device)
     failed = [failure for failure in report.failures if failure.quantity in EQUAL_WEIGHTS]
     assert {failure.step for failure in failed} == {0, 1, 2}
     assert len({failure.parameter for failure in failed}) == 2  # of layers, or encoder and decoder
@@ -223,20 +226,17 @@ def test_missing_gradient_is_caught_and_named(family, argument, parameter, devic
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_oss", "swin"])
 def test_rounded_scale_is_caught_in_fp32(family, device):
-    register_faulty(rounded_scale)
-    report = run(family, candidate="faulty", device=device)
+    report = run_faulty(family, rounded_scale, device=device)
     assert {failure.step for failure in report.failures} == {0, 1, 2}
     assert 1e-4 < report.failures[0].candidate < 1e-2
 
 
 def test_swapped_heads_are_caught_in_bf16(device):
-    register_faulty(swapped_heads)
-    assert not run("mixtral", candidate="faulty", dtype="bf16", device=device).passed
+    assert not run_faulty("mixtral", swapped_heads, dtype="bf16", device=device).passed
 
 
 def test_what_is_no_number_is_caught(device):
-    register_faulty(no_numbers)
-    report = run("gpt2", candidate="faulty", device=device)
+    report = run_faulty("gpt2", no_numbers, device=device)
     assert {failure.quantity for failure in report.failures} == {
         check.quantity for check in report.checks
     }
@@ -304,7 +304,6 @@ def test_dropout_fault_is_caught_where_entries_are_the_same(fault):
         return attention(query, *rest, seed=seed, **options)
 
     attention = megasoftmax.attention
-    forward = unfused
     if fault in DROPOUT_FAULTS:
         forward = with_dropout_of(unfused, **DROPOUT_FAULTS[fault])
     else:
@@ -314,8 +313,7 @@ def test_dropout_fault_is_caught_where_entries_are_the_same(fault):
                 patch.setattr(megasoftmax, "attention", next_seed)
                 return unfused(*tensors, **options)
 
-    register_faulty(forward)
-    report = run(baseline=regression_models.UNFUSED, candidate="faulty", **DROPPING)
+    report = run_faulty(forward=forward, baseline=regression_models.UNFUSED, **DROPPING)
     assert not report.passed
     if fault != "no dropout":  # which draws no seed
         assert report.dropout == "the same entries dropped"
@@ -338,10 +336,8 @@ def test_honest_swap_passes_over_seeds(dtype, device):
 
 @pytest.mark.parametrize("fault", DROPOUT_FAULTS)
 def test_dropout_fault_is_caught_over_seeds(fault, device):
-    register_faulty(
-        with_dropout_of(ALL_ATTENTION_FUNCTIONS["sdpa"], **DROPOUT_FAULTS[fault]), sdpa_mask
-    )
-    report = run(candidate="faulty", device=device, **DROPPING)
+    forward = with_dropout_of(ALL_ATTENTION_FUNCTIONS["sdpa"], **DROPOUT_FAULTS[fault])
+    report = run_faulty(forward=forward, make_mask=sdpa_mask, device=device, **DROPPING)
     assert not report.passed
     assert {failure.quantity for failure in report.failures} <= {*regression_dropout.QUANTITIES}
     assert "standard error" in str(report.failures[0])
