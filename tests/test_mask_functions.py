@@ -1,6 +1,7 @@
 """Masks of transformers as ranges: what they let a query see is what `sdpa_mask` says."""
 
 import random
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -154,12 +155,11 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 def test_no_tensor_of_queries_times_keys_is_made(kind):
     draw, tokens = random.Random(0), 64
     if kind in KINDS:
-        function = KINDS[kind](draw, NO_PADDING)
-    else:
+        function, offsets = KINDS[kind](draw, NO_PADDING), (0, torch.tensor([0]))
+    else:  # transformers packs without a cache
         function = packed(PACKED[kind.removeprefix("packed ")](draw), draw, tokens)
-    for offset in (0, torch.tensor([0])):
-        if kind not in KINDS and isinstance(offset, torch.Tensor):
-            continue  # transformers packs without a cache
+        offsets = (0,)
+    for offset in offsets:
         with Largest() as largest:
             make_mask(
                 BATCH,
@@ -190,24 +190,18 @@ UNKNOWN = {
     "asked for as a tensor": (causal_mask_function, {}),
     "without an end, asked for as a tensor": (bidirectional_mask_function, {}),
     "with vmap": (packed_sequence_mask_function(torch.zeros(BATCH, 5)), {"use_vmap": True}),
+    "packed, of a model that computes with masks": (
+        packed(causal_mask_function, random.Random(0), 5),
+        {"config": SimpleNamespace(model_type="doge")},
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
-def test_what_is_not_recognised_is_a_tensor(kind):
+def test_what_is_not_served_as_ranges_is_a_tensor(kind):
     function, options = UNKNOWN[kind]
     given = {"batch_size": BATCH, "q_length": 5, "kv_length": 5, "mask_function": function}
     given |= {"allow_is_causal_skip": False} | options
     mask = make_mask(**given)
     assert isinstance(mask, torch.Tensor)
     assert torch.equal(mask, sdpa_mask(**given))
-
-
-def test_a_model_that_computes_with_packed_masks_gets_a_tensor():
-    class Config:
-        model_type = "doge"
-
-    function = packed(causal_mask_function, random.Random(0), 9)
-    given = {"batch_size": BATCH, "q_length": 9, "kv_length": 9, "mask_function": function}
-    mask = make_mask(**given, allow_is_causal_skip=False, config=Config())
-    assert torch.equal(mask, sdpa_mask(**given, allow_is_causal_skip=False))
