@@ -85,16 +85,16 @@ def test_site_builds_strictly_and_fetches_nothing(tmp_path):
     assert "A query without a visible key" in (tmp_path / "api" / "index.html").read_text()
     assert "bottom-right aligned" in (tmp_path / "semantics" / "index.html").read_text()
     assert (tmp_path / "results" / "softmax.csv").exists()
-    pictures = {picture.name: picture.read_text() for picture in tmp_path.glob("*.svg")}
-    assert pictures.keys() == drawn().keys()
-    for text in pictures.values():
+    texts = {picture.name: picture.read_text() for picture in tmp_path.glob("*.svg")}
+    assert texts.keys() == pictures().PICTURES.keys()
+    for text in texts.values():
         _check_colours(text)
     _check_api(tmp_path / "api" / "index.html")
 
 
-def drawn():
-    """{name: function} of the pictures that are drawn from results."""
-    return importlib.import_module("pictures").PICTURES
+def pictures():
+    """The module of benchmarks that draws them from results."""
+    return importlib.import_module("pictures")
 
 
 def _check_colours(picture):
@@ -130,7 +130,7 @@ def _links(page):
 def test_links_lead_to_the_text_in_the_repository_too(page):
     """To a file that is there, and to a heading of it: no page of the site alone is named."""
     for target, anchor in _links(page):
-        is_drawn = target.parent == ROOT / "docs" and target.name in drawn()
+        is_drawn = target.parent == ROOT / "docs" and target.name in pictures().PICTURES
         assert target.is_file() or is_drawn, target
         if anchor:
             headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
@@ -139,13 +139,10 @@ def test_links_lead_to_the_text_in_the_repository_too(page):
 
 
 def test_the_picture_of_row_regimes_has_a_colour_for_each():
-    drawn()
-    pictures = importlib.import_module("pictures")
     limits = kernel_limits()
     for regime in (*limits.forward, *limits.backward):
-        assert pictures.color_of(regime.name)
+        assert pictures().color_of(regime.name)
 
 
 def test_picture_of_the_readme_has_the_colours_of_its_page():
-    picture = (ROOT / "docs" / "headline.svg").read_text()
-    _check_colours(picture)
+    _check_colours((ROOT / "docs" / "headline.svg").read_text())
