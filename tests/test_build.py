@@ -604,7 +604,8 @@ def test_time_left():
 
 @pytest.fixture
 def scripted(nothing_loaded, monkeypatch, tmp_path):
-    """Sources, and compilers that are scripts; a function that changes them."""
+    """An empty folder, sources, and compilers that are scripts; a function that changes them."""
+    monkeypatch.chdir(tmp_path)
     csrc = tmp_path / "csrc"
     csrc.mkdir()
     sources = [csrc / f"file{i}.cu" for i in range(30)] + [csrc / "bindings.cpp"]
@@ -619,8 +620,7 @@ def scripted(nothing_loaded, monkeypatch, tmp_path):
     return functools.partial(write_compilers, tmp_path / "cuda")
 
 
-def test_command_prints_few_lines_and_keeps_the_log(scripted, monkeypatch, tmp_path, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_command_prints_few_lines_and_keeps_the_log(scripted, tmp_path, capfd):
     result = command("build", "--arch=9.0a", "--out=out")
     assert (tmp_path / "out" / extension.LIBRARY_NAME).read_text() == "made\n"
     printed = capfd.readouterr()
@@ -631,8 +631,7 @@ def test_command_prints_few_lines_and_keeps_the_log(scripted, monkeypatch, tmp_p
     assert log.count("ptxas info") == 32_000  # of 31 files and the linker
 
 
-def test_error_of_the_command_is_short_and_names_the_log(scripted, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_error_of_the_command_is_short_and_names_the_log(scripted, tmp_path):
     scripted(broken="file7.cu")
     result = command("build", "--arch=9.0a", "--out=out", code=1)
     assert "Error: FAILED:" in result.output
@@ -643,8 +642,7 @@ def test_error_of_the_command_is_short_and_names_the_log(scripted, monkeypatch, 
     assert not (tmp_path / "out" / extension.LIBRARY_NAME).exists()
 
 
-def test_compiler_that_torch_refuses_is_an_error(scripted, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_compiler_that_torch_refuses_is_an_error(scripted):
     scripted(version="4.8.0")
     result = command("build", "--arch=9.0a", "--out=out", code=1)
     assert "Error: The current installed version of " in result.output
@@ -942,11 +940,9 @@ def test_kinds_of_rows_are_those_of_the_header():
 
 
 def test_gpus_are_read_from_their_header():
-    gpus = kernel_limits().gpus
-    assert [(gpu.major, gpu.minor) for gpu in gpus] == sorted(
-        (gpu.major, gpu.minor) for gpu in gpus
-    )
-    assert (gpus[0].major, gpus[0].minor) == extension.MIN_CAPABILITY
+    found = [(gpu.major, gpu.minor) for gpu in kernel_limits().gpus]
+    assert found == sorted(found)
+    assert found[0] == extension.MIN_CAPABILITY
     with pytest.raises(ValueError, match="no table kGpus"):
         read_limits(LIMITS_HEADER, common="inline constexpr Gpu kOthers[] = {};")
 
