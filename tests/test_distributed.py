@@ -463,20 +463,18 @@ RINGS = {
     "packed documents": lambda n: of_ring(n) | {"causal": True} | documents(n),
     "end of each head": lambda n: of_ring(n) | {"end": bounds(4, 1, keys=n)["end"].long()},
     "ranges through the ops": lambda n: (
-        {name: tensor.float() for name, tensor in of_ring(n).items()}
-        | {"causal": True, "fused": True}
-        | bounds(1, 4, n, keys=n)
+        cast(of_ring(n), torch.float32) | {"causal": True, "fused": True} | bounds(1, 4, n, keys=n)
     ),
     "two queries for a key": lambda n: (
         of_ring(n)
         | {"query": double(2, 4, 2 * n, 8, seed=0), "mask": coin(1, 4, 2 * n, n, device="cpu")}
     ),
     "float32 through the ops": lambda n: (
-        {name: tensor.float() for name, tensor in of_ring(n).items()}
-        | {"causal": True, "fused": True, "table": double(4, 2 * n - 1, seed=3).float()}
+        cast(of_ring(n) | {"table": double(4, 2 * n - 1, seed=3)}, torch.float32)
+        | {"causal": True, "fused": True}
     ),
     "bfloat16": lambda n: (
-        {name: tensor.bfloat16() for name, tensor in of_ring(n, dims=(8, 8)).items()}
+        cast(of_ring(n, dims=(8, 8)), torch.bfloat16)
         | {"causal": True, "sink": double(4, seed=3).float()}
     ),
     "overflow in float32": lambda n: overflowing(n, torch.float32),
@@ -495,7 +493,7 @@ def overflowing(tokens, dtype):
     given = of_ring(tokens, dims=(8, 8))
     given["query"] = given["query"].abs() + 1
     given["key"][:, :, : (tokens + 1) // 2] = -3e38
-    return {name: tensor.to(dtype) for name, tensor in given.items()}
+    return cast(given, dtype)
 
 
 def nothing_left(tokens):
