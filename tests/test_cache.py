@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from inputs import command
+from torch.utils import cpp_extension
 
 import megasoftmax
 from megasoftmax.build import cache, extension, library
@@ -479,8 +480,6 @@ def test_compilers_end_with_the_process_that_started_them(tmp_path):
 
 
 def test_error_of_a_compiler_names_the_log(tmp_path):
-    from torch.utils import cpp_extension
-
     write_rule(tmp_path, "echo it is wrong; false")
     log = tmp_path / "log"
     log.write_text("FAILED: an earlier one\n")
@@ -497,8 +496,6 @@ def test_error_of_a_compiler_names_the_log(tmp_path):
 
 @pytest.mark.parametrize("name", ["a$b", "a:b"])
 def test_path_that_ninja_does_not_read_is_named(tmp_path, name):
-    from torch.utils import cpp_extension
-
     folder = tmp_path / name
     folder.mkdir()
     with (
