@@ -101,6 +101,16 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a process that has no library beside the package, no cache and nothing loaded yet."""
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(library, "_LIBRARY", tmp_path / extension.LIBRARY_NAME)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGASOFTMAX_HOST", "0")  # no process for the host's part
+    monkeypatch.delenv("MEGASOFTMAX_JIT", raising=False)
+
+
+@pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """`register` of the adapter of transformers; what a test registers by it does not last."""
     from megasoftmax.integrations import transformers

@@ -427,16 +427,6 @@ def test_architecture_flags():
     ]
 
 
-@pytest.fixture
-def nothing_loaded(monkeypatch, tmp_path):
-    """As in a process that has no library beside the package, no cache and nothing loaded yet."""
-    monkeypatch.setattr(library, "_loaded", None)
-    monkeypatch.setattr(library, "_LIBRARY", tmp_path / extension.LIBRARY_NAME)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("MEGASOFTMAX_HOST", "0")  # no process for the host's part
-    monkeypatch.delenv("MEGASOFTMAX_JIT", raising=False)
-
-
 @pytest.mark.parametrize(
     ("gpu", "jit", "nvcc", "reason"),
     [

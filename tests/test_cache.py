@@ -29,7 +29,7 @@ CONTENT = b"a library" * 100
 
 
 @pytest.fixture
-def builds(monkeypatch, tmp_path):
+def builds(nothing_loaded, monkeypatch):
     """An empty cache, a GPU as far as Python knows, and a list of what was compiled."""
     made = []
 
@@ -41,13 +41,9 @@ def builds(monkeypatch, tmp_path):
     monkeypatch.setattr(extension, "build", build)
     monkeypatch.setattr(extension, "find_missing", lambda: None)
     monkeypatch.setattr(library, "_compile", lambda name, sources, folder, **flags: build(folder))
-    monkeypatch.setattr(library, "_loaded", None)
-    monkeypatch.setattr(library, "_LIBRARY", tmp_path / "none")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("MEGASOFTMAX_HOST", "0")  # no process for the host's part
     return made
 
 
