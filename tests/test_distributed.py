@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 from unittest import mock
 
 import processes
@@ -414,8 +414,6 @@ LENGTHS = {
 }
 ALIKE = {1: (11,), 2: (5, 5), 3: (4, 4, 4)}  # as `lengths` need not say
 ZIGZAG = {1: (12,), 2: (8, 8), 3: (6, 6, 6)}
-
-Ring = dict[str, Any]
 
 
 def of_ring(tokens, heads=(4, 2), dims=(8, 6)):
