@@ -30,10 +30,6 @@ def _few_tokens(monkeypatch):
     monkeypatch.setattr(training_cases, "VOCABULARY", 512)
 
 
-def find(name):
-    return next(case for case in cases() if name in case.name)
-
-
 def run(out, only="", device="cpu", benchmark=bench_training, **options):
     """The rows that a quick run writes."""
     options |= {"out": out, "only": only, "device": device, "commit": "abc"}
@@ -174,7 +170,7 @@ def test_steps_drop_and_comparisons_do_not(case, monkeypatch):
 
 
 def test_documents_have_positions_of_their_own():
-    case = find("documents")
+    case = next(case for case in cases() if "documents" in case.name)
     positions = replace(case, length=16).inputs()["position_ids"]
     assert positions.tolist() == [[0, 1] * 8]
     assert case.batch * case.length == 8 * 1024
