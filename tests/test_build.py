@@ -844,8 +844,8 @@ def test_each_launcher_is_registered_once_and_in_the_library_where_it_is_looked_
     assert extension.library_of("attention_steps_bias_parts_tf32") == "attention_steps_tf32"
     biased = extension.library_of("attention_biased_hopper_forward_float16")
     assert biased == "attention_biased_float16"
-    table = extension.library_of("attention_biased_hopper_table_backward_float16")
-    assert table == "attention_biased_hopper_table_float16"
+    for group in ("attention_biased_hopper_rows", "attention_biased_hopper_table"):
+        assert extension.library_of(f"{group}_backward_float16") == f"{group}_float16"
     capped = extension.library_of("attention_capped_hopper_forward_float16")
     assert capped == "attention_capped_float16"
     assert extension.library_of("topk_tiles_forward_float16") == "topk_tiles_float16"

@@ -11,26 +11,28 @@
 namespace megasoftmax {
 namespace {
 
-// The launchers of Hopper's tiles. Those with a bias, and those that cap scores, are in libraries
-// of their own: they take long to compile, and few calls need them.
-template <class Launcher>
-struct HopperTiles {
-  Launchers<Launcher> plain, capped, dense, table_or_keys;
-
-  Launchers<Launcher>& of(HopperBias bias) {
-    if (is_unbiased(bias)) return bias == HopperBias::kSoftcap ? capped : plain;
-    return is_dense(bias) ? dense : table_or_keys;
-  }
-};
-
 using Forward = AttentionForwardLauncher;
 using Backward = AttentionBackwardLauncher;
-HopperTiles<Forward> hopper_forward{"attention_hopper_forward", "attention_capped_hopper_forward",
-                                    "attention_biased_hopper_forward",
-                                    "attention_biased_hopper_table_forward"};
-HopperTiles<Backward> hopper_backward{
-    "attention_hopper_backward", "attention_capped_hopper_backward",
-    "attention_biased_hopper_backward", "attention_biased_hopper_table_backward"};
+
+// The launchers of Hopper's tiles, in the order of HopperBias. Most are in libraries of their own:
+// they take long to compile, and few calls need them.
+Launchers<Forward> hopper_forward[] = {
+    "attention_hopper_forward",
+    "attention_biased_hopper_forward",
+    "attention_biased_hopper_table_forward",
+    "attention_capped_hopper_forward",
+    "attention_biased_hopper_rows_forward",
+    "attention_biased_hopper_keys_forward",
+};
+Launchers<Backward> hopper_backward[] = {
+    "attention_hopper_backward",
+    "attention_biased_hopper_backward",
+    "attention_biased_hopper_table_backward",
+    "attention_capped_hopper_backward",
+    "attention_biased_hopper_rows_backward",
+    "attention_biased_hopper_keys_backward",
+};
+Launchers<Backward> masked_hopper_backward("attention_biased_hopper_masked_backward");
 Launchers<Forward> heads_forward("attention_biased_hopper_heads_forward");
 Launchers<Forward> portable_forward("attention_portable_forward");
 Launchers<Forward> biased_forward("attention_biased_forward");
@@ -51,7 +53,10 @@ Launchers<Backward> bias_parts("attention_steps_bias_parts");
 Launchers<Forward>& tile_launchers(const ForwardLaunch& launch) {
   const auto& [params, plan] = launch;
   if (plan.kernel == ForwardKernel::kHeads) return heads_forward;
-  if (plan.backend == BackendId::kSm90) return hopper_forward.of(hopper_bias(params));
+  if (plan.backend == BackendId::kSm90) {
+    const HopperBias bias = hopper_bias(params, kAttentionHopperTiles[plan.tile]);
+    return hopper_forward[static_cast<int>(bias)];
+  }
   const BiasKind kind = bias_kind(params);
   if (plan.kernel != ForwardKernel::kTiles || kind == BiasKind::kNone) return portable_forward;
   return kind == BiasKind::kSoftcap ? capped_forward : biased_forward;
@@ -61,7 +66,12 @@ Launchers<Backward>& tile_launchers(const BackwardLaunch& launch) {
   const auto& [params, plan] = launch;
   if (plan.kernel == BackwardKernel::kHeads) return heads_backward;
   if (plan.kernel == BackwardKernel::kSmall) return portable_backward;
-  if (plan.backend == BackendId::kSm90) return hopper_backward.of(hopper_bias(params));
+  if (plan.backend == BackendId::kSm90) {
+    const HopperBias bias = hopper_bias(params, kAttentionHopperBackwardTiles[plan.tile]);
+    const bool has_any_mask = hopper_mask(params) == HopperMask::kAny;
+    return bias == HopperBias::kTile && has_any_mask ? masked_hopper_backward
+                                                     : hopper_backward[static_cast<int>(bias)];
+  }
   const BiasKind kind = bias_kind(params);
   if (kind == BiasKind::kNone) return portable_backward;
   if (kind == BiasKind::kSoftcap) return capped_backward;
@@ -143,17 +153,17 @@ cudaError_t attention_backward(const BackwardLaunch& launch, cudaStream_t stream
   const bool is_in_order = plan.bias_gradient == BiasGradient::kInOrder;
   Launchers<Backward>& of_bias =
       plan.in_order.backend == BackendId::kSm90 ? hopper_bias_gradient : bias_gradient;
-  Launchers<Backward>& tiles = tile_launchers(launch);
-  // As in attention_forward. Other launchers are in the library of rows, attention_steps.
-  launcher_for(launch.params, tiles);
-  launcher_for(launch.params, rows);
-  if (is_in_order) launcher_for(launch.params, of_bias);
   BackwardLaunch keys = launch;  // without a gradient of the bias that has a launch of its own
   AttentionBackwardParams& params = keys.params;
   if (is_in_order) {
     params.bias_gradient_kind = BiasGradient::kNone;
     params.bias_gradient = nullptr;
   }
+  Launchers<Backward>& tiles = tile_launchers(keys);
+  // As in attention_forward. Other launchers are in the library of rows, attention_steps.
+  launcher_for(params, tiles);
+  launcher_for(params, rows);
+  if (is_in_order) launcher_for(params, of_bias);
   // Each entry of a dense gradient is written, once, where no tile is left out.
   const bool has_window = params.window_left >= 0 || params.window_right >= 0;
   const bool is_complete = !has_window && plan.bias_gradient == BiasGradient::kDense &&

@@ -3,5 +3,5 @@
 namespace megasoftmax {
 const Registration<__nv_bfloat16, AttentionBackwardLauncher> registration(
     "attention_biased_hopper_backward",
-    launch_hopper_backward<__nv_bfloat16, HopperBias::kTile, HopperBias::kRows>);
+    launch_hopper_backward<__nv_bfloat16, HopperBias::kTile, HopperMask::kNone, HopperMask::kKeys>);
 }  // namespace megasoftmax

@@ -3,5 +3,5 @@
 namespace megasoftmax {
 const Registration<__half, AttentionBackwardLauncher> registration(
     "attention_biased_hopper_backward",
-    launch_hopper_backward<__half, HopperBias::kTile, HopperBias::kRows>);
+    launch_hopper_backward<__half, HopperBias::kTile, HopperMask::kNone, HopperMask::kKeys>);
 }  // namespace megasoftmax

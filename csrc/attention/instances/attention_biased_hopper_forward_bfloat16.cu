@@ -2,6 +2,5 @@
 
 namespace megasoftmax {
 const Registration<__nv_bfloat16, AttentionForwardLauncher> registration(
-    "attention_biased_hopper_forward",
-    launch_hopper_forward<__nv_bfloat16, HopperBias::kTile, HopperBias::kRows>);
+    "attention_biased_hopper_forward", launch_hopper_forward<__nv_bfloat16, HopperBias::kTile>);
 }  // namespace megasoftmax

@@ -2,6 +2,5 @@
 
 namespace megasoftmax {
 const Registration<__half, AttentionForwardLauncher> registration(
-    "attention_biased_hopper_forward",
-    launch_hopper_forward<__half, HopperBias::kTile, HopperBias::kRows>);
+    "attention_biased_hopper_forward", launch_hopper_forward<__half, HopperBias::kTile>);
 }  // namespace megasoftmax

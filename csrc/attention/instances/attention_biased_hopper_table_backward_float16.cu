@@ -3,5 +3,6 @@
 namespace megasoftmax {
 const Registration<__half, AttentionBackwardLauncher> registration(
     "attention_biased_hopper_table_backward",
-    launch_hopper_backward<__half, HopperBias::kTable, HopperBias::kKeys>);
+    launch_hopper_backward<__half, HopperBias::kTable, HopperMask::kNone, HopperMask::kKeys,
+                           HopperMask::kAny>);
 }  // namespace megasoftmax

@@ -3,5 +3,5 @@
 namespace megasoftmax {
 const Registration<__nv_bfloat16, AttentionForwardLauncher> registration(
     "attention_biased_hopper_table_forward",
-    launch_hopper_forward<__nv_bfloat16, HopperBias::kTable, HopperBias::kKeys>);
+    launch_hopper_forward<__nv_bfloat16, HopperBias::kTable>);
 }  // namespace megasoftmax

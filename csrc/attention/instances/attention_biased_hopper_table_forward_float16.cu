@@ -2,6 +2,5 @@
 
 namespace megasoftmax {
 const Registration<__half, AttentionForwardLauncher> registration(
-    "attention_biased_hopper_table_forward",
-    launch_hopper_forward<__half, HopperBias::kTable, HopperBias::kKeys>);
+    "attention_biased_hopper_table_forward", launch_hopper_forward<__half, HopperBias::kTable>);
 }  // namespace megasoftmax

@@ -52,8 +52,9 @@ inline cudaError_t make_map_of_bias(CUtensorMap& map, const AttentionParams& par
                          params.keys, box_rows);
 }
 
+// For launches with such a bias.
 template <class T, HopperBias kBias>
-cudaError_t launch_forward_with(const ForwardLaunch& launch, cudaStream_t stream) {
+cudaError_t launch_hopper_forward(const ForwardLaunch& launch, cudaStream_t stream) {
   const ForwardPlan& plan = launch.plan;
   return with_regime(kAttentionHopperTiles, plan.tile, [&]<int kIndex>() {
     if constexpr (!takes_bias(kAttentionHopperTiles[kIndex], kBias)) {
@@ -103,14 +104,6 @@ cudaError_t launch_forward_with(const ForwardLaunch& launch, cudaStream_t stream
   });
 }
 
-// For the bias of the launch, which is one of kBiases.
-template <class T, HopperBias... kBiases>
-cudaError_t launch_hopper_forward(const ForwardLaunch& launch, cudaStream_t stream) {
-  const HopperBias bias = hopper_bias(launch.params, kAttentionHopperTiles[launch.plan.tile]);
-  return with_one_of<kBiases...>(
-      bias, [&]<HopperBias kBias>() { return launch_forward_with<T, kBias>(launch, stream); });
-}
-
 template <class T>
 cudaError_t launch_heads_forward(const ForwardLaunch& launch, cudaStream_t stream) {
   const auto& [params, plan] = launch;
@@ -152,12 +145,6 @@ constexpr auto hopper_backward_kernel() {
   } else {
     return attention_hopper_backward_kernel<T, kBias, kMask, kHasTurns, kIndex>;
   }
-}
-
-// The widest mask that backward kernels have instances for. Those for a bias of keys have no other.
-constexpr HopperMask widest_mask(HopperBias bias) {
-  return bias == HopperBias::kRows || bias == HopperBias::kKeys ? HopperMask::kKeys
-                                                                : HopperMask::kAny;
 }
 
 // All but the bias. `box_queries`, `box_keys`: rows of a box. `row_bytes`: 64 or 128.
@@ -232,8 +219,9 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
       });
 }
 
-template <class T, HopperBias kBias>
-cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stream) {
+// For launches with such a bias, and a mask that is one of kMasks.
+template <class T, HopperBias kBias, HopperMask... kMasks>
+cudaError_t launch_hopper_backward(const BackwardLaunch& launch, cudaStream_t stream) {
   const auto& [params, plan] = launch;
   return with_regime(kAttentionHopperBackwardTiles, plan.tile, [&]<int kIndex>() {
     if constexpr (!takes_bias(kAttentionHopperBackwardTiles[kIndex], kBias)) {
@@ -295,8 +283,7 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
             dim3(static_cast<unsigned>(plan.blocks)), dim3(Memory::kThreads), Memory::kBytes,
             cluster == 1 ? Together::kNot : Together::kInClusters, cluster, stream, params, maps);
       };
-      const HopperMask mask = hopper_mask(params);
-      const auto launch_with_mask = [&]<HopperMask kMask>() {
+      return with_one_of<kMasks...>(hopper_mask(params), [&]<HopperMask kMask>() {
         // Instances without kHasTurns take turns, too, if params.turns is given. Above a head
         // dimension of 128, those with it have OrderOfTurns::kFirstKeysFirst, which would make the
         // others slower.
@@ -313,27 +300,9 @@ cudaError_t launch_backward_with(const BackwardLaunch& launch, cudaStream_t stre
           if (params.turns != nullptr) return launch_kernel.template operator()<kMask, true>();
         }
         return launch_kernel.template operator()<kMask, false>();
-      };
-      if constexpr (kBias != HopperBias::kKeys) {
-        if (mask == HopperMask::kNone)
-          return launch_with_mask.template operator()<HopperMask::kNone>();
-      }
-      if constexpr (kBias != HopperBias::kSoftcap) {
-        if (mask == HopperMask::kKeys)
-          return launch_with_mask.template operator()<HopperMask::kKeys>();
-      }
-      return launch_with_mask.template operator()<widest_mask(kBias)>();
+      });
     }
   });
-}
-
-// For the bias of the launch, which is one of kBiases.
-template <class T, HopperBias... kBiases>
-cudaError_t launch_hopper_backward(const BackwardLaunch& launch, cudaStream_t stream) {
-  const HopperBias bias =
-      hopper_bias(launch.params, kAttentionHopperBackwardTiles[launch.plan.tile]);
-  return with_one_of<kBiases...>(
-      bias, [&]<HopperBias kBias>() { return launch_backward_with<T, kBias>(launch, stream); });
 }
 
 }  // namespace megasoftmax

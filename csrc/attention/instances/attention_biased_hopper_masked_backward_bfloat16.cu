@@ -1,0 +1,7 @@
+#include "../sm90/dispatch.cuh"
+
+namespace megasoftmax {
+const Registration<__nv_bfloat16, AttentionBackwardLauncher> registration(
+    "attention_biased_hopper_masked_backward",
+    launch_hopper_backward<__nv_bfloat16, HopperBias::kTile, HopperMask::kAny>);
+}  // namespace megasoftmax

@@ -1,0 +1,6 @@
+#include "../sm90/dispatch.cuh"
+
+namespace megasoftmax {
+const Registration<__half, AttentionForwardLauncher> registration(
+    "attention_biased_hopper_rows_forward", launch_hopper_forward<__half, HopperBias::kRows>);
+}  // namespace megasoftmax
