@@ -617,7 +617,7 @@ def test_order_of_gradients(
         (3, 48, {}, True),
         (9, 32, {}, True),
         (9, 64, {"key_heads": 4}, True),
-        (9, 64, {"masked": True}, False),  # of pairs
+        (9, 64, {"masked": True}, True),  # of pairs
         (9, 64, {"causal": True}, True),
         (9, 64, {"window": (100, 0)}, True),
         (9, 72, {}, False),

@@ -297,7 +297,7 @@ inline constexpr AttentionHopperBiasGradientTile kAttentionHopperBiasGradientTil
     // head dim, warpgroups, keys, registers, stages, percent
     {        32,          2,  128,       232,      4,     100},
     {        32,          3,  128,       160,      4,      95},
-    {        64,          2,  128,       224,      2,     100},
+    {        64,          2,  128,       216,      2,     100},
     {        64,          3,  128,       152,      2,      80},
     {        64,          2,  112,       224,      3,     100},
 };

@@ -4,11 +4,12 @@
 // and takes its members one after the other, in parts. Above a head dimension of 32 blocks are
 // persistent: the first members of the next tile are copied while sums of a tile are stored.
 //
-// One warp copies what a member has for the tile. Each of the other warpgroups has 64 queries and
+// One thread copies what a member has for the tile. Each of the other warpgroups has 64 queries and
 // all keys, at first 64 of them, then the others. Queries are in rows, so a lane needs the
-// statistics of two rows. With HopperMask::kAny, which stands for causality and windows too, tiles
-// that no query sees get zeros at the end, and members whose block mask has no visible pair in a
-// tile are not copied.
+// statistics of two rows. With HopperMask::kAny, which stands for causality and windows too, each
+// thread of the copying warpgroup also writes which keys a query does not see. Tiles that no query
+// sees get zeros at the end, and members whose block mask has no visible pair in a tile are not
+// copied.
 
 #include <utility>
 
@@ -35,15 +36,18 @@ struct HopperBiasGradientMemory {
   static constexpr int kRowBytes = 2 * kDim;
 
   // In this order: the bias of each warpgroup in panels of 64 queries and keys; queries, gradients
-  // of outputs, keys and values of each stage; rows, bits of a mask, and the batch and head of the
-  // member, of each stage; barriers.
+  // of outputs, keys and values of each stage; rows, bits of excluded keys, and the batch and head
+  // of the member, of each stage; barriers.
   static constexpr int kPanelBytes = 64 * 128, kBiasBytes = 2 * kWarpgroups * kPanelBytes;
   static constexpr int kQueryBytes = kQueries * kRowBytes, kKeyBytes = kKeys * kRowBytes;
   static constexpr int kStageBytes = 2 * (kQueryBytes + kKeyBytes);
   static constexpr int kRowsBytes = kQueries * static_cast<int>(sizeof(RowOfBackward));
-  // Bits of a mask are copied 16 bytes at a time, those of 128 keys.
+  // Bits of a mask of keys are copied 16 bytes at a time, those of 128 keys. With HopperMask::kAny
+  // each query has so many bytes.
   static constexpr int kKeysOfCopy = 128, kBytesOfCopy = kKeysOfCopy / 8;
-  static constexpr int kBitBytes = kBytesOfCopy * (kKeys % kKeysOfCopy == 0 ? 1 : 2);
+  static constexpr int kBitBytes = kBytesOfCopy * (kTile.takes_any_mask()     ? kQueries
+                                                   : kKeys % kKeysOfCopy == 0 ? 1
+                                                                              : 2);
   static constexpr int kRowsAt = kBiasBytes + kStages * kStageBytes;
   static constexpr int kBitsAt = kRowsAt + kStages * kRowsBytes;
   static constexpr int kMembersAt = kBitsAt + kStages * kBitBytes;
@@ -77,12 +81,13 @@ struct HopperBiasGradientMemory {
   __device__ Barrier stage_is_there(int stage) const { return barrier(2 + stage); }
   __device__ Barrier stage_is_used(int stage) const { return barrier(2 + kStages + stage); }
 
-  // Called by one thread before others use the barriers.
-  __device__ void init_barriers() const {
+  // Called by one thread before others use the barriers. `fillers`: how many arrive when they have
+  // filled a stage.
+  __device__ void init_barriers(int fillers) const {
     bias_is_there().init(1);
     bias_is_used().init(4 * kWarpgroups);
     for (int stage = 0; stage < kStages; ++stage) {
-      stage_is_there(stage).init(1);
+      stage_is_there(stage).init(fillers);
       stage_is_used(stage).init(4 * kWarpgroups);
     }
     publish_barriers();
@@ -169,7 +174,35 @@ __device__ __forceinline__ void for_each_tile(const AttentionBackwardParams& par
   }
 }
 
-// The copying thread.
+// Bits of the keys of a tile that one of its queries does not see. `is_cut`: length or window may
+// exclude some.
+template <class Tile>
+__device__ __forceinline__ void find_excluded(uint32_t (&words)[4], const AttentionParams& params,
+                                              const Tile& tile, int batch, int head, int query,
+                                              bool is_cut) {
+  const BlockMaskLayout& layout = params.block_mask.layout;
+#pragma unroll
+  for (uint32_t& word : words) word = 0;
+  if (params.mask.data != nullptr && layout.bit_rows > 0) {
+    const int bit_row = layout.bit_rows == 1 ? 0 : min(query, params.queries - 1);
+    start_load(words, params.block_mask.of(batch, head) + layout.bits() +
+                          int64_t{bit_row} * layout.words_of_bits() + tile.first_key / 32);
+  } else if (params.mask.data != nullptr) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!is_seen(params, batch, head, query / kMaskTile, tile.first_key / kMaskTile + i))
+        words[2 * i] = words[2 * i + 1] = ~0u;
+    }
+  }
+  if (params.visible.are_given() || is_cut) {
+    const KeyRange visible =
+        query < params.queries ? visible_keys(params, batch, head, query) : KeyRange{0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] |= bits_outside(visible, tile.first_key + 32 * i);
+  }
+}
+
+// The copying thread, with kAny all threads of its warpgroup.
 template <HopperMask kMask, class Memory>
 __device__ __forceinline__ void copy_members(const AttentionBackwardParams& params,
                                              const NarrowTensorMaps& maps, const Memory& memory) {
@@ -179,7 +212,9 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
   // Counts members of all tiles. Without kIsAny each part has at least one. With it, a mark follows
   // the last one of a tile. Others wait for either.
   int step = 0;
+  const bool copies = threadIdx.x == 0;
   const auto take = [&](const TileOfBlock& tile, uint32_t round, bool) {
+    [[maybe_unused]] const bool is_cut = kIsAny && !tile.is_whole(params);
     const BiasMembers& members = tile.members;
     const int query = tile.first_query, key = tile.first_key;
     const int row_bytes =
@@ -193,9 +228,13 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
       memory.stage_is_used(stage).wait((step / Memory::kStages & 1) ^ 1);
       return stage;
     };
+    const auto arrive = [](const Barrier& there) {  // each warp, once its lanes have written
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) there.arrive();
+    };
     bool is_first = true;
     const auto copy_bias = [&] {  // after the first member, whose place is free earlier
-      if (!std::exchange(is_first, false)) return;
+      if (!std::exchange(is_first, false) || !copies) return;
       // The place of the bias is taken until the tile before ends.
       if constexpr (Memory::kTile.is_persistent()) memory.bias_is_used().wait((round & 1) ^ 1);
       memory.bias_is_there().arrive_and_expect(Memory::kBiasBytes);
@@ -210,30 +249,44 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
         if (!tile.has_visible_pair(params, batch, head)) continue;
       }
       params.heads_per_key_head.split(head, key_head, rest);
+      [[maybe_unused]] uint32_t excluded[4];
+      [[maybe_unused]] const int row = static_cast<int>(threadIdx.x);
+      if constexpr (kIsAny)  // while the place may still be taken
+        find_excluded(excluded, params, tile, batch, head, query + row, is_cut);
       const int stage = place_of_step();
       const Barrier there = memory.stage_is_there(stage);
-      if constexpr (kIsAny) Memory::member(shared_memory, stage) = make_int2(batch, head);
-      there.arrive_and_expect(Memory::kStageBytes + row_bytes + bit_bytes);
-      start_copy_of_box(memory.queries(stage), maps.query, there, 0, query, head, batch);
-      start_copy_of_box(memory.keys(stage), maps.key, there, 0, key, key_head, batch);
-      start_copy_of_box(memory.gradients(stage), maps.output_gradient, there, 0, query, head,
-                        batch);
-      start_copy_of_box(memory.values(stage), maps.value, there, 0, key, key_head, batch);
-      start_copy_of_bytes(memory.rows(stage),
-                          params.rows_of_backward + params.row_index(batch, head, query), row_bytes,
-                          there);
-      if constexpr (kMasksKeys)
-        start_copy_of_bytes(memory.bits(stage),
-                            params.block_mask.of(batch, head) + params.block_mask.layout.bits() +
-                                first_copy * (Memory::kKeysOfCopy / 32),
-                            bit_bytes, there);
+      if (copies) {
+        if constexpr (kIsAny) Memory::member(shared_memory, stage) = make_int2(batch, head);
+        there.arrive_and_expect(Memory::kStageBytes + row_bytes + bit_bytes);
+        start_copy_of_box(memory.queries(stage), maps.query, there, 0, query, head, batch);
+        start_copy_of_box(memory.keys(stage), maps.key, there, 0, key, key_head, batch);
+        start_copy_of_box(memory.gradients(stage), maps.output_gradient, there, 0, query, head,
+                          batch);
+        start_copy_of_box(memory.values(stage), maps.value, there, 0, key, key_head, batch);
+        start_copy_of_bytes(memory.rows(stage),
+                            params.rows_of_backward + params.row_index(batch, head, query),
+                            row_bytes, there);
+        if constexpr (kMasksKeys)
+          start_copy_of_bytes(memory.bits(stage),
+                              params.block_mask.of(batch, head) + params.block_mask.layout.bits() +
+                                  first_copy * (Memory::kKeysOfCopy / 32),
+                              bit_bytes, there);
+      }
+      if constexpr (kIsAny) {
+        static_assert(Memory::kQueries == 128);
+        store_four(memory.bits(stage) + row * Memory::kBytesOfCopy, excluded);
+        arrive(there);
+      }
       ++step;
       copy_bias();
     }
     if constexpr (kIsAny) {
       const int stage = place_of_step();
-      Memory::member(shared_memory, stage) = make_int2(-1, 0);
-      memory.stage_is_there(stage).arrive();
+      if (copies) {
+        Memory::member(shared_memory, stage) = make_int2(-1, 0);
+        memory.stage_is_there(stage).arrive();
+      }
+      arrive(memory.stage_is_there(stage));
       ++step;
       copy_bias();
     }
@@ -242,7 +295,7 @@ __device__ __forceinline__ void copy_members(const AttentionBackwardParams& para
 }
 
 // A warpgroup with 64 queries and all keys of a tile.
-template <class T, HopperMask kMask, class Memory>
+template <class T, HopperMask kMask, bool kHasDropout, class Memory>
 __device__ __forceinline__ void sum_members(const AttentionBackwardParams& params,
                                             const Memory& memory, int warpgroup) {
   constexpr bool kMasksKeys = kMask == HopperMask::kKeys, kIsAny = kMask == HopperMask::kAny;
@@ -250,8 +303,8 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
   constexpr int kRowBytes = Memory::kRowBytes, kHalfBytes = 64 * kRowBytes;
   // With registers for it, products of the second half run while the first one is added. With a
   // third stage those of the next step also run while the second half is added. With a mask of keys
-  // that gained nothing. With any mask already the former would spill.
-  constexpr int kBuffers = Memory::kTile.registers > 160 && !kIsAny ? 2 : 1;
+  // that gained nothing. With dropout the former would spill.
+  constexpr int kBuffers = Memory::kTile.registers > 160 && !kHasDropout ? 2 : 1;
   constexpr bool kStartsNextStep =
       kBuffers == 2 && Memory::kStages > 2 && kMask == HopperMask::kNone;
   extern __shared__ __align__(1024) char shared_memory[];
@@ -292,49 +345,9 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     };
     are_plain = __all_sync(~0u, is_plain(rows[0]) && is_plain(rows[1])) != 0;
   };
-  int first_bit = 0;  // of the first key of a tile, in the copied words
-  // With kIsAny: the member at hand, and of a half of its keys the bits that its mask excludes of
-  // this lane's rows, and the keys that they see, by length, window and range.
-  [[maybe_unused]] int2 member;
-  [[maybe_unused]] uint32_t masked[2][2];
-  [[maybe_unused]] KeyRange ranges[2];
-  const BlockMaskLayout& layout = params.block_mask.layout;
-  const bool has_mask = kIsAny && params.mask.data != nullptr;
-  const bool has_ranges = kIsAny && params.visible.are_given();
-  // Starts to load limits, while products run: of one half at a time, to save registers.
-  const auto load_limits = [&](const TileOfBlock& tile, int half_of_keys, bool is_cut) {
-    if (!has_mask && !has_ranges && !is_cut) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = tile.first_query + 64 * warpgroup + 16 * warp + mine.row + 8 * half;
-      if (has_mask && layout.bit_rows > 0)
-        start_load(masked[half],
-                   params.block_mask.of(member.x, member.y) + layout.bits() + tile.first_key / 32 +
-                       2 * half_of_keys +
-                       (layout.bit_rows == 1
-                            ? 0
-                            : int64_t{min(query, params.queries - 1)} * layout.words_of_bits()));
-      if (has_ranges || is_cut)
-        ranges[half] = query < params.queries ? visible_keys(params, member.x, member.y, query)
-                                              : KeyRange{0, 0};
-    }
-  };
-  const auto find_excluded = [&](const TileOfBlock& tile, int half_of_keys, bool is_cut) {
-    Excluded<1, 8> excluded;
-    const int key = tile.first_key + 64 * half_of_keys;
-    if (has_mask && layout.bit_rows > 0) {
-      excluded.add_words([&](int half, int word) { return masked[half][word]; });
-    } else if (has_mask && !is_seen(params, member.x, member.y,
-                                    tile.first_query / kMaskTile + warpgroup, key / kMaskTile)) {
-      excluded.add_all();
-    }
-    if (has_ranges || is_cut)
-      excluded.add_words(
-          [&](int half, int word) { return bits_outside(ranges[half], key + 32 * word); });
-    return excluded;
-  };
-  const auto add = [&]<int kHalf>(int stage, [[maybe_unused]] const TileOfBlock& tile,
-                                  [[maybe_unused]] bool is_cut) {
+  int first_bit = 0;             // of the first key of a tile, in the copied words
+  [[maybe_unused]] int2 member;  // with kIsAny, the one at hand
+  const auto add = [&]<int kHalf>(int stage, [[maybe_unused]] const TileOfBlock& tile) {
     constexpr int kBuffer = kHalf % kBuffers;
     constexpr int kN = Memory::eights(kHalf);
     touch(reinterpret_cast<float (&)[kN][4]>(weights[kBuffer]));
@@ -352,9 +365,13 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
     }
     [[maybe_unused]] Excluded<1, 8> excluded;
     if constexpr (kIsAny) {
-      excluded = find_excluded(tile, kHalf, is_cut);
+      const auto* const words = reinterpret_cast<const uint32_t*>(shared_memory + Memory::kBitsAt +
+                                                                  stage * Memory::kBitBytes);
+      excluded.add_words([&](int half, int word) {
+        return words[4 * (64 * warpgroup + 16 * warp + mine.row + 8 * half) + 2 * kHalf + word];
+      });
       if (__all_sync(~0u, excluded.are_all())) return;
-      if (params.dropout.is_given()) {
+      if constexpr (kHasDropout) {
 #pragma unroll
         for (int i = 0; i < 4 * kN; ++i) gradients[kBuffer][i / 4][i % 4] *= params.dropout.factor;
         Dropping<false>(params, member.x, member.y)
@@ -454,7 +471,6 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       first_bit = tile.first_key % Memory::kKeysOfCopy;
     clear_sums();
     memory.bias_is_there().wait(round & 1);
-    [[maybe_unused]] const bool is_cut = kIsAny && !tile.is_whole(params);
     const auto is_left = [&] {
       if constexpr (!kIsAny) return step < end;
       wait_for_stage(step);
@@ -474,17 +490,15 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
       }
       if constexpr (kBuffers == 2) start.template operator()<1>(step);
       load_rows(stage);  // while products run
-      if constexpr (kIsAny) load_limits(tile, 0, is_cut);
       if constexpr (!kStartsNextStep) wait_for_products<kBuffers - 1>();
-      add.template operator()<0>(stage, tile, is_cut);
+      add.template operator()<0>(stage, tile);
       if constexpr (kBuffers == 1) start.template operator()<1>(step);
-      if constexpr (kIsAny) load_limits(tile, 1, is_cut);
       wait_for_products<0>();
       if constexpr (kStartsNextStep) {  // after the last tile: products that nobody reads
         if (step + 1 < end_of_copies) wait_for_stage(step + 1);
         start.template operator()<0>(step + 1);
       }
-      add.template operator()<1>(stage, tile, is_cut);
+      add.template operator()<1>(stage, tile);
       release(stage);
     }
     if constexpr (kIsAny) release(step++ % Memory::kStages);
@@ -510,7 +524,7 @@ __device__ __forceinline__ void sum_members(const AttentionBackwardParams& param
   wait_for_products<0>();  // of persistent blocks
 }
 
-template <class T, HopperMask kMask, int kIndex>
+template <class T, HopperMask kMask, bool kHasDropout, int kIndex>
 __global__ void __launch_bounds__(kAttentionHopperBiasGradientTiles[kIndex].threads(), 1)
     attention_hopper_bias_gradient_kernel(const __grid_constant__ AttentionBackwardParams params,
                                           const __grid_constant__ NarrowTensorMaps maps) {
@@ -519,12 +533,13 @@ __global__ void __launch_bounds__(kAttentionHopperBiasGradientTiles[kIndex].thre
   extern __shared__ __align__(1024) char shared_memory[];
   const Memory memory{shared_address(shared_memory)};
   const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128)) - 1;
-  if (threadIdx.x == 0) memory.init_barriers();
+  // With kAny each copying warp arrives, too.
+  if (threadIdx.x == 0) memory.init_barriers(kMask == HopperMask::kAny ? 5 : 1);
   __syncthreads();
   if (warpgroup < 0) {
     give_registers<Memory::kTile.copier_registers()>();
+    if (threadIdx.x == 0 || kMask == HopperMask::kAny) copy_members<kMask>(params, maps, memory);
     if (threadIdx.x == 0) {
-      copy_members<kMask>(params, maps, memory);
       // The launch of tiles may still run, see attention_backward. The next one needs its results.
       wait_for_launch_before();
       let_next_launch_begin();
@@ -532,7 +547,7 @@ __global__ void __launch_bounds__(kAttentionHopperBiasGradientTiles[kIndex].thre
     return;
   }
   take_registers<Memory::kTile.registers>();
-  sum_members<T, kMask>(params, memory, warpgroup);
+  sum_members<T, kMask, kHasDropout>(params, memory, warpgroup);
 #endif
 }
 

@@ -195,14 +195,16 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
         using Memory = HopperBiasGradientMemory<kIndex>;
         const HopperMask mask = hopper_mask_in_order(params);
         // hopper_bias_gradient_plan takes no other tile for HopperMask::kAny.
-        constexpr HopperMask kWidest =
-            Memory::kTile.takes_any_mask() ? HopperMask::kAny : HopperMask::kKeys;
+        constexpr bool kTakesAny = Memory::kTile.takes_any_mask();
+        constexpr HopperMask kWidest = kTakesAny ? HopperMask::kAny : HopperMask::kKeys;
         const auto kernel =
             mask == HopperMask::kNone
-                ? attention_hopper_bias_gradient_kernel<T, HopperMask::kNone, kIndex>
+                ? attention_hopper_bias_gradient_kernel<T, HopperMask::kNone, false, kIndex>
             : mask == HopperMask::kKeys
-                ? attention_hopper_bias_gradient_kernel<T, HopperMask::kKeys, kIndex>
-                : attention_hopper_bias_gradient_kernel<T, kWidest, kIndex>;
+                ? attention_hopper_bias_gradient_kernel<T, HopperMask::kKeys, false, kIndex>
+            : params.dropout.is_given()
+                ? attention_hopper_bias_gradient_kernel<T, kWidest, kTakesAny, kIndex>
+                : attention_hopper_bias_gradient_kernel<T, kWidest, false, kIndex>;
         MEGASOFTMAX_RETURN_IF_ERROR(allow_shared_memory(kernel, Memory::kBytes));
         // The index of a tile and the number of blocks are added.
         if (TileOfBias<Memory>::count(params) > INT32_MAX / 2) return cudaErrorInvalidValue;

@@ -363,14 +363,6 @@ inline std::optional<BiasGradientPlan> hopper_bias_gradient_plan(
   return plan;
 }
 
-// Whether it does so in any mode: one rounding, and the same bits in every run. That takes 3 to 17%
-// longer than atomics with causality or a window, the most in small calls. With masks of pairs,
-// ranges, dropout, and a mask of keys beside a window, earlier forms took 17 to 34% longer.
-inline bool is_in_order_in_any_mode(const AttentionBackwardParams& params) {
-  const AttentionParams& call = params;
-  return hopper_mask(call) == HopperMask::kNone || hopper_mask_in_order(params) != HopperMask::kAny;
-}
-
 // Whether blocks of keys can write their sums of dQ: no tile is left out, and there are adding
 // warps, see HopperBackward::kMayHaveAddingWarps.
 inline bool can_write_query_sums(const AttentionBackwardParams& params,
@@ -497,8 +489,11 @@ struct Sm90 {
     if (plan.bias_gradient == BiasGradient::kShared) {
       if (sums_in_clusters(params)) {
         plan.bias_gradient = BiasGradient::kInClusters;
+        // In any mode but beside dropout: one rounding, and the same bits in every run. That takes
+        // 3 to 14% longer than atomics beside masks of pairs, ranges, and a mask of keys with a
+        // window.
       } else if (const auto in_order = hopper_bias_gradient_plan(params, device);
-                 (in_order && is_in_order_in_any_mode(params)) || is_deterministic) {
+                 (in_order && !params.dropout.is_given()) || is_deterministic) {
         plan.bias_gradient = BiasGradient::kInOrder;
         plan.in_order = in_order ? *in_order : bias_gradient_plan(params, device);
       }
