@@ -1295,7 +1295,7 @@ def test_gradients_of_biases_that_batches_share_have_the_same_bits_each_time(
 @pytest.mark.parametrize("heads", [4, 48])  # above 32, blocks take one tile, or several
 @pytest.mark.parametrize("dim", [32, 48, 64])
 def test_gradients_of_shared_biases_have_the_same_bits_each_time(dim: int, heads: int) -> None:
-    """Also without torch.use_deterministic_algorithms, but with dropout; in parts or not."""
+    """Also without torch.use_deterministic_algorithms, except with dropout; in parts or not."""
     major, _ = acted_capability() or torch.cuda.get_device_capability()
     if major != 9:
         pytest.skip("Hopper's launch alone serves these in any mode")
@@ -1308,6 +1308,9 @@ def test_gradients_of_shared_biases_have_the_same_bits_each_time(dim: int, heads
     blocks = coin(batch, 1, 2, 4, device="cuda", odds=0.5, seed=6)  # of 190 queries, 125 keys
     pairs = blocks.repeat_interleave(190, 2).repeat_interleave(125, 3)
     of_keys = coin(batch, 1, 1, keys, device="cuda")
+    tiles = coin(batch, 1, 6, 8, device="cuda", odds=0.4, seed=7)
+    tiles[:, :, 2:4, 2:4] = True  # a tile of the launch, for all batches
+    all_pairs = tiles.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :queries, :keys]
     cases: dict[str, dict[str, Any]] = {
         "all": {},
         "keys": {"mask": of_keys},
@@ -1316,13 +1319,16 @@ def test_gradients_of_shared_biases_have_the_same_bits_each_time(dim: int, heads
         "keys and window": {"mask": of_keys, "window": (40, 3)},
         "pairs": {"mask": pairs | coin(batch, 1, queries, keys, device="cuda")},
         "ranges": {"visible": (first, first + 40), "causal": True},
+        "tiles": {"mask": all_pairs},
+        "tiles without bits": {"mask": megasoftmax.TileMask.from_blocks(tiles, 64)},
         "dropout": {"dropout": 0.2},
     }
+    gradients: dict[str, Tensor] = {}
     for what, options in cases.items():
         output = attention_on("cuda", q.dtype)(q, k, v, bias=bias, **options)
         (found,) = assert_same_gradients(output, [bias], 1 if what == "dropout" else 5)
         with deterministic(True):
-            if what != "dropout":
+            if what not in ("tiles without bits", "dropout"):
                 check(q, k, v, bias=bias, **options, what=what)
             (in_order,) = assert_same_gradients(output, [bias], 5)
         if what != "dropout":
@@ -1330,6 +1336,9 @@ def test_gradients_of_shared_biases_have_the_same_bits_each_time(dim: int, heads
         most = found.abs().max().item()
         assert most > 0
         torch.testing.assert_close(found, in_order, rtol=0.02, atol=0.02 * most, msg=what)
+        gradients[what] = found
+    of_bits, of_tiles = gradients["tiles"], gradients["tiles without bits"]
+    torch.testing.assert_close(of_tiles, of_bits, rtol=0.02, atol=0.02 * of_bits.abs().max().item())
 
 
 @gpu_with_all_kernels

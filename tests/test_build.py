@@ -844,11 +844,25 @@ def test_each_launcher_is_registered_once_and_in_the_library_where_it_is_looked_
     assert extension.library_of("attention_steps_bias_parts_tf32") == "attention_steps_tf32"
     biased = extension.library_of("attention_biased_hopper_forward_float16")
     assert biased == "attention_biased_float16"
-    for group in ("attention_biased_hopper_rows", "attention_biased_hopper_table"):
+    for kind in ("keys", "masked", "rows", "table"):
+        group = f"attention_biased_hopper_{kind}"
         assert extension.library_of(f"{group}_backward_float16") == f"{group}_float16"
     capped = extension.library_of("attention_capped_hopper_forward_float16")
     assert capped == "attention_capped_float16"
     assert extension.library_of("topk_tiles_forward_float16") == "topk_tiles_float16"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_launchers_of_hoppers_tiles_lie_in_the_order_of_their_biases(direction):
+    plan = (CSRC / "attention" / "sm90" / "plan.h").read_text()
+    (enumerators,) = re.findall(r"enum class HopperBias {(.*?)};", plan, re.DOTALL)
+    launches = (CSRC / "attention" / "launch_attention.cpp").read_text()
+    (names,) = re.findall(rf"hopper_{direction}\[\] = {{(.*?)}};", launches, re.DOTALL)
+    found = []
+    for name in re.findall(r'"(\w+)"', names):
+        instance = CSRC / "attention" / "instances" / f"{name}_bfloat16.cu"
+        found += re.findall(r"HopperBias::(\w+)", instance.read_text())
+    assert found == re.findall(r"^ *(k\w+),", enumerators, re.MULTILINE)
 
 
 # The cache

@@ -18,7 +18,7 @@ inline constexpr int kMaskTile = 64;
 // products, and slopes of a softcap. With more registers for them fewer blocks would run at a time.
 inline constexpr int kMaxSpilledBytes = 220;
 // What a thread of Hopper's kernels may spill. Warps that copy, fill tables or add up gradients of
-// a bias have 24 to 40 registers each, and products do not wait for them. The others keep to 220,
+// a bias have 24 to 72 registers each, and products seldom wait for them. The others keep to 220,
 // except for a head dimension of 64 with a softcap, or with a bias beside a mask, ranges or
 // dropout.
 inline constexpr int kHopperMaxSpilledBytes = 700;
@@ -289,7 +289,7 @@ struct AttentionHopperBiasGradientTile {
   constexpr int queries() const { return 64 * warpgroups; }
   constexpr int keys() const { return tile_keys; }
   // Whether there is a kernel for HopperMask::kAny. Bits of masks and of dropout come in words of
-  // 32 keys, and three warpgroups lack registers for them.
+  // 32 keys, and three warpgroups lack registers for them. A copying thread has one query.
   constexpr bool takes_any_mask() const { return warpgroups == 2 && tile_keys == 128; }
 };
 // clang-format off
