@@ -54,7 +54,7 @@ def test_family_passes(family, dtype, device, monkeypatch):
     # In TF32, to which cuDNN would round convolutions of float32, rounding hides other errors.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     report = run_true(family, dtype=dtype, device=device)
-    assert report.passed, report.failures[0]
+    assert report.passed, "\n".join(map(str, report.failures))
     assert {check.quantity for check in report.checks} == {*EQUAL_WEIGHTS, "loss", "parameters"}
     gradients = [check for check in report.checks if check.quantity == "gradient"]
     model = regression_models.model_builder(family)("eager")
