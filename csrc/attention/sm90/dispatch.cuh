@@ -194,7 +194,7 @@ cudaError_t launch_hopper_bias_gradient(const BackwardLaunch& launch, cudaStream
       kAttentionHopperBiasGradientTiles, launch.plan.in_order.tile, [&]<int kIndex>() {
         using Memory = HopperBiasGradientMemory<kIndex>;
         const HopperMask mask = hopper_mask_in_order(params);
-        // hopper_bias_gradient_plan takes no other tile for HopperMask::kAny.
+        // hopper_bias_gradient_plan takes no other tile for HopperMask::kAny, which dropout needs.
         constexpr bool kTakesAny = Memory::kTile.takes_any_mask();
         constexpr HopperMask kWidest = kTakesAny ? HopperMask::kAny : HopperMask::kKeys;
         const auto kernel =

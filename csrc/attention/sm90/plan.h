@@ -487,9 +487,8 @@ struct Sm90 {
     plan.has_pairs = !tile.is_wide();
     plan.bias_gradient = params.bias_gradient_kind;
     if (plan.bias_gradient == BiasGradient::kShared) {
-      // Otherwise in order, in any mode but with dropout: one rounding, and the same bits in every
-      // run. That takes 3 to 14% longer than atomics with masks of pairs, ranges, and a mask of
-      // keys beside a window.
+      // In clusters, or in order, in any mode but with dropout: one rounding, and the same bits in
+      // every run. DESIGN.md says what atomics would gain.
       if (sums_in_clusters(params)) {
         plan.bias_gradient = BiasGradient::kInClusters;
       } else if (const auto in_order = hopper_bias_gradient_plan(params, device);
